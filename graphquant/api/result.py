@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from graphquant.quantize import (
     format_step_counts,
     plan_to_json,
 )
-from graphquant.utils import HtmlRepresentation
+from graphquant.utils import HtmlRepresentation, ShortDict
 from graphquant.utils.options import checks_types
 
 if TYPE_CHECKING:
@@ -90,6 +91,16 @@ class Result(HtmlRepresentation):
     io: tuple[BoundaryTensor, ...] = ()
     strict: bool = False
     time_ratio: TimeRatio | None = None
+
+    def __post_init__(self) -> None:
+        """Shorten the text of long collections."""
+        HtmlRepresentation.__post_init__(self)
+        object.__setattr__(self, "site_notes", ShortDict(self.site_notes))
+
+    def _figure_texts(self) -> list[str]:
+        """Return error, size, time and share in int8, as far as they are known."""
+        figures = import_module("graphquant.visualize.text").result_figures(self)  # in a package above this one
+        return [f"{label}: {value}" for label, value in figures]
 
     @property
     def calibration_samples(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +21,36 @@ def stage_progress(progress: Progress | None, name: str) -> Callable[[int, int],
 
 MAX_REPR_LENGTH = 80  # characters of a value in the text of an object
 MAX_REPR_ITEMS = 4  # items of a collection in the text of an object
+MAX_ITEM_LENGTH = 100  # characters of an item in the text of a long collection
+
+
+class ShortTuple(tuple[Any, ...]):
+    """Tuple whose text has its first items and the number of the others."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return _first_items(map(_cut_repr, self), len(self), "()")
+
+
+class ShortDict(dict[Any, Any]):
+    """Dictionary whose text has its first items and the number of the others."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return _first_items((f"{_cut_repr(key)}: {_cut_repr(value)}" for key, value in self.items()), len(self), "{}")
+
+
+def _first_items(items: Iterable[str], count: int, brackets: str) -> str:
+    lines = list(islice(items, MAX_REPR_ITEMS))
+    lines += [f"... {count - len(lines)} more"] if count > len(lines) else []
+    return brackets[0] + ",\n ".join(lines) + brackets[1]
+
+
+def _cut_repr(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= MAX_ITEM_LENGTH else f"{text[: MAX_ITEM_LENGTH - 3]}..."
 
 
 class HtmlRepresentation:
@@ -30,10 +61,21 @@ class HtmlRepresentation:
 
     __slots__ = ()
 
+    def __post_init__(self) -> None:
+        """Shorten the text of long tuples."""
+        for entry in fields(self):  # type: ignore[arg-type]  # subclasses
+            value = getattr(self, entry.name)
+            if type(value) is tuple and len(value) > MAX_REPR_ITEMS:
+                object.__setattr__(self, entry.name, ShortTuple(value))
+
     def __repr__(self) -> str:
         values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]  # subclasses
         shown = [f"{name}={_short_repr(value)}" for name, value in values if value is not None and not _is_empty(value)]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join([*self._figure_texts(), *shown])})"
+
+    def _figure_texts(self) -> list[str]:
+        """Return the figures with which the text begins."""
+        return []
 
     def _repr_html_(self) -> str:
         # Imported by name: the classes that inherit from this one are in packages below the drawing code.

@@ -15,6 +15,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.ir import Graph, Model, Op, Output
+from graphquant.utils import ShortDict
 from graphquant.visualize import pages, text
 from graphquant.visualize.tables import render_text
 
@@ -102,6 +103,29 @@ def test_public_objects_are_short(samples: Path, sample_result: gq.Result) -> No
         gq.strip(sample_result.model),
     ):
         assert_short(value)
+
+
+def test_result_tells_its_figures(samples: Path) -> None:
+    """The text of a result has its error, its size, its time and its share in int8."""
+    result = gq.insert(samples / "digits_cnn.onnx", data=samples / "digits_cnn_calib.npz", samples=16)
+    assert result.validation is not None
+    assert result.validation.comparison is not None
+    assert repr(result).startswith(f"Result(SQNR of the worst output: {result.validation.comparison.sqnr:.2f} dB, ")
+    pattern = r"constants: [\d,]+ of [\d,]+ bytes, time: [\d.]+ of float, quantized multiply-adds: [\d.]+%"
+    assert re.search(pattern, repr(result))
+
+
+def test_collections_of_results_are_short() -> None:
+    """The text of long tuples and dictionaries has the first items; otherwise they are tuples and dictionaries."""
+    result = gq.insert(make_chain(40), rules="weight_only")
+    for items in (result.inserted, result.plan.sites, ShortDict.fromkeys(range(40), "x" * 1000)):
+        lines = repr(items).splitlines()
+        assert len(lines) == 5
+        assert lines[-1].startswith(" ... 36 more")
+        assert max(map(len, lines)) < 120
+    assert isinstance(result.inserted, tuple)
+    assert result.plan.sites == (*result.plan.sites,)
+    assert isinstance(result.site_notes, dict)
 
 
 def make_chain(op_count: int, suffix: str = "") -> onnx.ModelProto:
