@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
-from onnx import GraphProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, TensorProto, numpy_helper
 
 from graphquant.formats.onnx.shape_inference import nested_graphs
 from graphquant.formats.onnx.tensors import (
@@ -43,11 +43,11 @@ ALIGNMENT = 64  # each tensor in a weights file starts at a multiple of this num
 WEIGHT_DTYPES = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
 """Types that onnxruntime accepts from numpy, and that no shape has."""
 
-INTEGERS = frozenset({"int8", "uint8", "int16", "uint16"})
-
 MAX_READ_BYTES = 1 << 26
-"""Size of all new weights from which a session that is never run receives zeros in place of integers. To quantize
-them again would take longer than all the rest, and onnxruntime plans the same graph."""
+"""Size of all new weights from which a session that is never run gets zeros in place of large weights. To quantize them
+again would take longer than all the rest, onnxruntime would copy them, and it plans the same graph."""
+
+MAX_SMALL_BYTES = 1 << 20  # maximum size of a tensor that keeps its value there
 
 _DEFERRED_KEY = f"graphquant.later {secrets.token_hex(8)}"
 """Key under which a deferred tensor stores its index. The random part keeps files from containing it."""
@@ -123,16 +123,14 @@ def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
 
 
 def take_session_weights(
-    message: Any, ops: Sequence[DeferredWeight], read_names: Container[str], *, reads_values: bool = True
+    message: Any, ops: Sequence[DeferredWeight], read_names: Container[str]
 ) -> dict[str, Callable[[], Array]]:
     """Return loaders for the weights that onnxruntime receives as arrays, and fill in all other deferred weights.
 
-    onnxruntime rejects arrays that no node reads, so `read_names` lists the values that are read. Without
-    `reads_values`, the session is never run, and zeros stand for new integer weights of more than `MAX_READ_BYTES`
-    together. Raise ModelError if ONNX cannot represent a value.
+    onnxruntime rejects arrays that no node reads, so `read_names` lists the values that are read. Raise ModelError if
+    ONNX cannot represent a value.
     """
     loaders: dict[str, Callable[[], Array]] = {}
-    new_bytes = 0 if reads_values else sum(constant_bytes(op) for op in ops if isinstance(op, Op))
 
     def fill(tensor: Any, op: DeferredWeight) -> None:
         name = tensor.name
@@ -144,11 +142,7 @@ def take_session_weights(
         op = _deferred_weight(tensor, ops)
         remaining_new -= isinstance(op, Op)
         if op is not None and tensor.name in read_names and DTYPE_NAMES[tensor.data_type] in WEIGHT_DTYPES:
-            is_zeros = new_bytes > MAX_READ_BYTES and isinstance(op, Op) and DTYPE_NAMES[tensor.data_type] in INTEGERS
-            dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
-            # Zeros take no memory before they are written to.
-            load = partial(np.zeros, tuple(tensor.dims), dtype) if is_zeros else partial(_deferred_value, op)
-            loaders[tensor.name] = load
+            loaders[tensor.name] = partial(_deferred_value, op)
             tensor.external_data[0].key = "location"  # the tensor is not deferred any more
         elif op is not None:
             fill(tensor, op)
@@ -157,6 +151,35 @@ def take_session_weights(
         if op is not None:
             fill(tensor, op)
     return loaders
+
+
+def exceeds_read_bytes(ops: Sequence[DeferredWeight]) -> bool:
+    """Return True if the new weights are too large to compute them for a session that is never run."""
+    return sum(constant_bytes(op) for op in ops if isinstance(op, Op)) > MAX_READ_BYTES
+
+
+def store_zeros(message: Any, ops: Sequence[DeferredWeight], folder: Path | None, zeros: Path) -> None:
+    """Give a ModelProto zeros in place of large weights, for a session that is never run.
+
+    All share the start of the new file `zeros`, which takes no disk space, and which onnxruntime maps to memory. Small
+    tensors get their values, also those whose external data is in `folder`.
+    """
+    largest = 0
+    for tensor in message_tensors(message):
+        op = _deferred_weight(tensor, ops)
+        if op is None and not is_external(tensor):
+            continue
+        size = 0 if tensor.data_type == TensorProto.STRING else tensor_bytes(tensor)
+        filled = TensorProto()
+        if size > MAX_SMALL_BYTES:
+            _write_weightless(tensor, filled, {"location": zeros.name, "offset": 0, "length": size})
+            largest = max(largest, size)
+        else:
+            value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
+            filled.CopyFrom(numpy_helper.from_array(value, tensor.name))
+        tensor.CopyFrom(filled)
+    with zeros.open("wb") as file:
+        file.truncate(largest)
 
 
 def _deferred_value(op: DeferredWeight) -> Array:

@@ -28,7 +28,13 @@ from graphquant import formats
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance_of
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
-from graphquant.formats.onnx.external_data import EXTERNAL_MIN_BYTES, constant_bytes, take_session_weights
+from graphquant.formats.onnx.external_data import (
+    EXTERNAL_MIN_BYTES,
+    constant_bytes,
+    exceeds_read_bytes,
+    store_zeros,
+    take_session_weights,
+)
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
@@ -419,10 +425,11 @@ def create_session(
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     if not mode.optimizes:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for key, value in mode.extra_options.items():
-        options.add_session_config_entry(key, value)
+    entries = dict(mode.extra_options)
     if external_bytes >= MEMORY_MAPPED_BYTES and not mode.timed:
-        options.add_session_config_entry("session.disable_prepacking", "1")
+        entries["session.disable_prepacking"] = "1"
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
     if folder is not None and external_bytes:
         options.add_session_config_entry(_EXTERNAL_FOLDER_OPTION, str(folder.resolve()))
     if weights:
@@ -569,9 +576,9 @@ class _NumberedModel:
     def __init__(self, model: Model, emission: Emission, options: Mapping[str, str], *, optimizes: bool = True) -> None:
         """Number the nodes of the message. Without `optimizes`, sessions write nothing."""
         self._model, self._lookup, self._header = model, _number_nodes(emission), copy_header(emission.message)
-        folder = Path(mkdtemp())
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._path = folder / "optimized.onnx"
+        self.folder = Path(mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._path = self.folder / "optimized.onnx"
         self.mode = SessionMode(extra_options=options, optimized=self._path if optimizes else None)
 
     def name_ops(self, text: str) -> str:
@@ -603,11 +610,15 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
     """
     emission = emit_message(model, defer_weights=True)
     numbered = _NumberedModel(model, emission, {"session.disable_prepacking": "1", **options}, optimizes=optimizes)
-    read_names = _read_weight_names(emission)
-    loaders = take_session_weights(emission.message, emission.deferred, read_names, reads_values=False)
-    weights = {name: load() for name, load in loaders.items()}
+    folder, weights = model.source.folder, dict[str, Array]()
+    if exceeds_read_bytes(emission.deferred):
+        store_zeros(emission.message, emission.deferred, folder, numbered.folder / "zeros")
+        folder = numbered.folder
+    else:
+        loaders = take_session_weights(emission.message, emission.deferred, _read_weight_names(emission))
+        weights.update((name, load()) for name, load in loaders.items())
     with numbered.session_errors():
-        session = _create_session_or_parts(emission.message, model.source.folder, weights, numbered.mode)
+        session = _create_session_or_parts(emission.message, folder, weights, numbered.mode)
         for create, *_ in session.parts if isinstance(session, SplitSession) else ():
             create()
     return numbered, session

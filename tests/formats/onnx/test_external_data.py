@@ -27,7 +27,7 @@ from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats import weights_files
 from graphquant.formats.onnx import external_data, file_writer, session
-from graphquant.ir import Op
+from graphquant.formats.onnx.external_data import constant_bytes
 from graphquant.observers import histogram_kernel
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
@@ -383,17 +383,17 @@ def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pyte
     assert loading_peak < 2 * count * size**2  # onnxruntime gets the integers, and never the float weights
 
 
-def test_large_integers_are_not_computed_to_load_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above a size, the sessions that are never run receive zeros, and tell the same about each op."""
-    result = gq.insert(write_branched_model(tmp_path, external=False), rules="weight_only")
+def test_large_weights_are_not_read_to_load_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a size, the sessions that are never run get zeros, and tell the same about each op."""
+    result = gq.insert(write_branched_model(tmp_path, external=True), rules="weight_only")
     verdicts = judge_ops(result.model, "onnxruntime")
-    monkeypatch.setattr(external_data, "MAX_READ_BYTES", 0)
-    read = external_data._deferred_value
-    monkeypatch.setattr(
-        external_data, "_deferred_value", lambda op: pytest.fail(op.name) if isinstance(op, Op) else read(op)
-    )
+    for small, limit in (("MAX_READ_BYTES", 0), ("MAX_SMALL_BYTES", 2000)):
+        monkeypatch.setattr(external_data, small, limit)
+    read, sizes = external_data._deferred_value, []
+    monkeypatch.setattr(external_data, "_deferred_value", lambda op: sizes.append(constant_bytes(op)) or read(op))
     session.require_loadable(result.model)
     assert judge_ops(result.model, "onnxruntime") == verdicts
+    assert max(sizes, default=0) <= 2000
 
 
 @pytest.mark.parametrize("unknown", [b"", b"\xf2\x3f\x02hi"])
