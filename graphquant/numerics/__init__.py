@@ -17,6 +17,17 @@ from graphquant.numerics.affine import (
     quantize,
     quantize_to_dtype,
     round_scale_to_float16,
+    split_block_scales,
     split_blocks,
 )
-from graphquant.numerics.data_types import FLOAT8_NAMES, MIN_BITS, Array, FloatType, IntType, QType, parse_type
+from graphquant.numerics.data_types import (
+    FLOAT4_NAME,
+    FLOAT8_NAMES,
+    FLOAT_NAMES,
+    MIN_BITS,
+    Array,
+    FloatType,
+    IntType,
+    QType,
+    parse_type,
+)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
@@ -135,13 +136,15 @@ class DynamicQParams:
 class QuantizationGrid:
     """The quantized values that a scheme can represent, up to the scale. Observers choose a range for a grid.
 
-    `symmetric` fixes the zero point; `narrow` excludes the most negative value of the type.
+    `symmetric` fixes the zero point; `narrow` excludes the most negative value of the type. Scales are powers of two if
+    `power_of_two`, or products of one of the tensor and a float8_e4m3fn number if `float8_scales`.
     """
 
     type: QType
     symmetric: bool
     narrow: bool = False
     power_of_two: bool = False
+    float8_scales: bool = False
 
     def qparams(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
         """Choose scale and zero point for values in `observed`.
@@ -171,7 +174,24 @@ class QuantizationGrid:
         largest_scale = LARGEST_VALUE / farthest_step
         if (scale > largest_scale).any():
             scale = np.minimum(scale, _round_scale(largest_scale, power_of_two=self.power_of_two, round_down=True))
+        if self.float8_scales:
+            numbers, tensor_scale = split_block_scales(scale)
+            scale = numbers.astype(np.float32) * tensor_scale
         return qparams_from_scale(scale, zero_point, self.type, narrow=self.narrow, axis=axis, block=block)
+
+
+def split_block_scales(scale: Array) -> tuple[Array, np.float32]:
+    """Return scales as float8_e4m3fn numbers and a power of two for the tensor, so that their product is nearest.
+
+    The largest number is at least half of the largest float8_e4m3fn, so that the products of the result are exact, and
+    split into equal products again.
+    """
+    number_type = FloatType("float8_e4m3fn")
+    exponent = np.ceil(np.log2(np.float64(scale.max()) / number_type.limits()[1]))
+    tensor_scale = np.float32(max(np.ldexp(1.0, int(exponent)), SMALLEST_SCALE))
+    numbers = number_type.round_values((scale / np.float64(tensor_scale)).astype(np.float32))
+    smallest = np.float32(ml_dtypes.finfo(number_type.name).smallest_subnormal)
+    return np.maximum(numbers, smallest).astype(getattr(ml_dtypes, number_type.name)), tensor_scale
 
 
 def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) -> Array:

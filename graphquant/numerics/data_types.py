@@ -1,4 +1,4 @@
-"""Types of quantized values: integers of any width, and the float8 types of ONNX."""
+"""Types of quantized values: integers of any width, and types of ONNX with 4 or 8 bits that are floats."""
 
 from __future__ import annotations
 
@@ -57,20 +57,25 @@ class IntType:
 
 @dataclass(frozen=True, slots=True)
 class FloatType:
-    """A float type of 8 bits. Its steps grow with the values, and 0.0 is always exact.
+    """A float type of 4 or 8 bits. Its steps grow with the values, and 0.0 is always exact.
 
-    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", and the ONNX page on float8.
+    Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", Rouhani et al. 2023, "OCP Microscaling Formats
+    (MX) Specification", and the ONNX pages on float8 and float4.
     """
 
     name: str
-    bits: ClassVar[int] = 8
     signed: ClassVar[bool] = True
     symmetric_zero_point: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         """Check the name. Raises a ValueError that lists the possible names."""
-        if self.name not in FLOAT8_NAMES:
-            raise ValueError(f"{self.name!r} is not a float8 type; use {' or '.join(FLOAT8_NAMES)}")
+        if self.name not in FLOAT_NAMES:
+            raise ValueError(f"{self.name!r} is not a float type of few bits; use {' or '.join(FLOAT_NAMES)}")
+
+    @property
+    def bits(self) -> int:
+        """Width in bits."""
+        return int(ml_dtypes.finfo(self.name).bits)
 
     def limits(self, *, narrow: bool = False) -> tuple[float, float]:  # noqa: ARG002  # as of IntType
         """Return the smallest and largest finite value."""
@@ -85,14 +90,20 @@ class FloatType:
     def round_values(self, x: Array) -> Array:
         """Round `x` (float32) to the nearest values of the type, ties to even, as float32 of the same shape.
 
-        Larger values and infinity become the largest value, as with `saturate = 1` in ONNX. NaN stays NaN.
+        Larger values and infinity become the largest value, as with `saturate = 1` in ONNX. NaN stays NaN, except that
+        4 bits have none.
         """
         low, high = self.limits()
         return np.clip(x, low, high).astype(getattr(ml_dtypes, self.name)).astype(np.float32)
 
 
 FLOAT8_NAMES = ("float8_e4m3fn", "float8_e5m2")
-"""The float types: 4 exponent bits and 3 of the mantissa up to 448, or 5 and 2 up to 57344."""
+"""The float types of 8 bits: 4 exponent bits and 3 of the mantissa up to 448, or 5 and 2 up to 57344."""
+
+FLOAT4_NAME = "float4_e2m1fn"
+"""The float type of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+
+FLOAT_NAMES = (*FLOAT8_NAMES, FLOAT4_NAME)
 
 QType = IntType | FloatType
 

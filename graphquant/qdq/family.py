@@ -32,6 +32,8 @@ class FamilyArguments:
         input_min: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass above it. By default all pass.
         input_max: For "quantize-and-dequantize-v4" with a dynamic range: gradients pass below it.
         accuracy_level: For "onnx-fused": 4 multiplies with activations rounded to int8, 0 in their own type.
+        scale_type: For "onnx-qdq": the type of the scales of blocks. "float8_e8m0fnu" has powers of two, as the MX
+            formats; "float8_e4m3fn" also has a float32 scale for the tensor, as NVFP4.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -40,6 +42,7 @@ class FamilyArguments:
     input_min: StrictFloat | None = None
     input_max: StrictFloat | None = None
     accuracy_level: Literal[0, 1, 4] | None = None
+    scale_type: Literal["float8_e8m0fnu", "float8_e4m3fn"] | None = None
 
     def specified(self) -> tuple[str, ...]:
         """Return the names of the arguments that have a value."""
@@ -100,6 +103,7 @@ class FamilyRequest:
     block: int | None = None  # number of elements along the axis that share one scale; None without blocks
     in_function: bool = False  # the tensor is in a function of the model, where constants are ops
     opset: int = 0  # the model's opset in the ONNX default domain; 0 if it is unknown, and in other formats
+    targets: tuple[str, ...] = ()  # the backends that the rule files are for
 
     @property
     def is_dynamic(self) -> bool:

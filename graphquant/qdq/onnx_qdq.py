@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from graphquant.numerics import (
+    FLOAT4_NAME,
     MIN_BITS,
     Array,
     FloatType,
@@ -27,6 +28,7 @@ from graphquant.numerics import (
     parse_type,
     qparams_from_scale,
     quantize_to_dtype,
+    split_block_scales,
 )
 from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, add_constant, new_op
 
@@ -41,8 +43,14 @@ OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 OPSET_ACTIVATIONS = 11
 """onnxruntime adds a Round to float biases if activations are quantized. Opset 10 does not have that op."""
 
-OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
-"""Opset 19 also has float16 tensors, opset 21 float16 tensors of 4 and 16 bits."""
+OPSET_FLOAT8, OPSET_BLOCKS, OPSET_FLOAT4, OPSET_FLOAT8_SCALES, OPSET_2_BITS = 19, 21, 23, 24, 25
+"""Opset 19 also has float16 tensors, opset 21 float16 tensors of 4 and 16 bits, opset 24 scales of float8_e8m0fnu."""
+
+E8M0_SCALES, E4M3_SCALES = "float8_e8m0fnu", "float8_e4m3fn"
+"""Types of scales of blocks: powers of two, or numbers that a DequantizeLinear multiplies by a scale of the tensor."""
+
+FLOAT4_RUNTIMES = {"openvino": "OpenVINO 2026.4", "tensorrt": "TensorRT 10.8"}
+"""Releases by target that read float4 and scales of float8_e8m0fnu and float8_e4m3fn."""
 
 OPSET_4_AND_16_BITS = 21  # first opset with 4 and 16 bits in the default domain
 OPSET_WITHOUT_KERNELS = 28  # first opset whose QuantizeLinear and DequantizeLinear no onnxruntime up to 1.32 implements
@@ -55,20 +63,39 @@ MICROSOFT_DOMAIN_TARGETS = frozenset({"onnxruntime", "onnxruntime-arm", "openvin
 
 OPSET_BROADCAST = 8  # first opset whose Max and Min broadcast, which clipping needs for widths without a container
 
+TYPES_OF_2_BITS = frozenset({"int2", "uint2"})
 TYPES_OF_4_BITS = frozenset({"int4", "uint4"})
 """Below `OPSET_4_AND_16_BITS`, initializers can have these types, but Constants cannot."""
 
 TYPES_OF_4_AND_16_BITS = TYPES_OF_4_BITS | {"int16", "uint16"}
 
 
-def _container_type(dtype: QType, *, parameter: bool) -> str:
-    """Return the container of the values. It has 8 bits for activations of up to 4 bits.
+def _container_type(dtype: QType, *, parameter: bool, opset: int) -> str:
+    """Return the container of the values: 2 bits from opset 25 on, and 8 bits for activations of up to 4 bits.
 
     onnxruntime's optimizer moves 4-bit activations past a MaxPool or into a convolution, whose kernels do not support
     the type, and then rejects the model. It does not move weights.
     """
     narrow = isinstance(dtype, IntType) and dtype.container in TYPES_OF_4_BITS
+    if parameter and opset >= OPSET_2_BITS and dtype.name in TYPES_OF_2_BITS:
+        return dtype.name
     return dtype.container.replace("4", "8") if narrow and not parameter else dtype.container
+
+
+def _scale_type_reason(request: FamilyRequest) -> str:
+    """Return the reason why the targets lack kernels for types that few runtimes have, or ""."""
+    scale_type, is_float4 = request.args.scale_type, request.type.name == FLOAT4_NAME
+    if scale_type is not None and request.block is None:
+        return f"scales of {scale_type} are for blocks; set per = \"block\" and 'block_size'"
+    if not request.opset or not (is_float4 or scale_type == E8M0_SCALES):
+        return ""
+    if request.targets and FLOAT4_RUNTIMES.keys() >= set(request.targets):
+        return ""
+    kind = FLOAT4_NAME if is_float4 else f"scales of {scale_type}"
+    return (
+        f"onnxruntime has no kernel for {kind}; {' and '.join(FLOAT4_RUNTIMES.values())} and later have one:"
+        f' set target = "{next(iter(FLOAT4_RUNTIMES))}" in the rule file'
+    )
 
 
 def _is_single_block(params: QParams) -> bool:
@@ -83,18 +110,22 @@ class OnnxFamily(QDQFamily):
     format = "onnx"
     op_types = frozenset({"QuantizeLinear", "DequantizeLinear"})
     stores_integer_weights = True
+    argument_names = frozenset({"scale_type"})
 
     def add_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
         """Add QuantizeLinear and DequantizeLinear. For a weight with a value, integers replace the former."""
         params, source_output = site.static_params, graph.output(site.tensor)
-        container = _container_type(params.type, parameter=site.is_parameter)
+        container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
         integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
         shape = () if _is_single_block(params) else params.scale.shape
         scales = params.scale.astype(np.dtype(source_output.dtype)).reshape(shape)  # the scale's type is the tensor's
         zero_points = params.zero_point.astype(integer_dtype).reshape(shape)
-        scale = _add_site_constant(graph, site, "scale", scales)
+        scale_type = site.args.scale_type if shape else None
+        scale = _add_scales(graph, site, scales, scale_type)
         zero_point = _add_site_constant(graph, site, "zero_point", zero_points)
         attrs = {} if _is_single_block(params) else {"axis": params.axis, "block_size": params.block}
+        if scale_type == E8M0_SCALES:
+            attrs["output_dtype"] = ONNX_FLOAT32  # otherwise that of the scales
         # From opset 21 on, onnxruntime 1.28 to 1.32 sets output_dtype where it moves a pair past a Transpose, keeps it
         # where it replaces int8 by uint8, and then rejects the model. Ops of its own domain have no such attribute.
         is_rejected = container == "int8" and not site.is_parameter and site.opset >= OPSET_4_AND_16_BITS
@@ -135,6 +166,8 @@ class OnnxFamily(QDQFamily):
             return "QuantizeLinear needs a known scale; omit 'range'"
         if request.rounding_mode == "half-up":
             return "QuantizeLinear always rounds half to even; omit 'round'"
+        if reason := _scale_type_reason(request):
+            return reason
         if request.block is not None and not request.is_parameter:
             return (
                 "only weights can have blocks, since calibration does not collect statistics for blocks of activations;"
@@ -150,12 +183,14 @@ class OnnxFamily(QDQFamily):
             return None
         return f"onnxruntime does not support {request.type.name}, which is wider than 16 bits; use 2 to 16 bits"
 
-    def minimum_opset(self, request: FamilyRequest) -> int:
+    def minimum_opset(self, request: FamilyRequest) -> int:  # noqa: PLR0911  # one per group of types
         """Return the lowest opset of the default domain that supports a request, with onnxruntime's ops if needed."""
-        container = _container_type(request.type, parameter=request.is_parameter)
+        container = _container_type(request.type, parameter=request.is_parameter, opset=request.opset)
         has_4_or_16_bits = container in TYPES_OF_4_AND_16_BITS
         if request.in_function and request.is_parameter and container in TYPES_OF_4_BITS:
             return OPSET_4_AND_16_BITS
+        if request.args.scale_type == E8M0_SCALES or request.type.name == FLOAT4_NAME:
+            return OPSET_FLOAT8_SCALES if request.args.scale_type == E8M0_SCALES else OPSET_FLOAT4
         if request.block is not None or (request.dtype == "float16" and has_4_or_16_bits):
             return OPSET_BLOCKS
         if isinstance(request.type, FloatType) or request.dtype == "float16":
@@ -173,6 +208,8 @@ class OnnxFamily(QDQFamily):
         """
         data, *references = [*graph.slots(op.name), None, None, None][:3]
         scale, zero_point = (None if tensor is None else parameters.value(tensor) for tensor in references)
+        if references[0] is not None and graph.graphs[references[0].graph].op(references[0].op).kind == "dequantize":
+            scale = _computed_scales(graph.graphs[references[0].graph], references[0].op, parameters)
         if scale is None or (references[1] is not None and zero_point is None):
             return None
         dtype = _quantized_type(graph, op, data, zero_point)
@@ -245,6 +282,31 @@ def _restrict(params: QParams, limits: tuple[int, int]) -> QParams:
     return params
 
 
+def _add_scales(graph: Graph, site: QDQSite, scales: Array, scale_type: str | None) -> TensorRef:
+    """Add the scales of a site as a constant, or as the product of numbers of few bits and a scale of the tensor."""
+    if scale_type is None:
+        return _add_site_constant(graph, site, "scale", scales)
+    if scale_type == E8M0_SCALES:
+        return _add_site_constant(graph, site, "scale", scales.astype(ml_dtypes.float8_e8m0fnu))
+    numbers, tensor_scale = split_block_scales(scales.astype(np.float64))
+    sources = [
+        _add_site_constant(graph, site, "block_scale", numbers),
+        _add_site_constant(graph, site, "tensor_scale", np.asarray(tensor_scale.astype(scales.dtype))),
+    ]
+    fields: dict[str, Any] = {"kind": "dequantize", "type": "DequantizeLinear", "roles": ("input", "scale")}
+    op = new_op(graph, f"{site.name}/scale", str(scales.dtype), scales.shape, rule=site.rule, **fields)
+    return graph.add_op(op, sources)
+
+
+def _computed_scales(graph: Graph, name: str, parameters: Parameters) -> Array | None:
+    """Return the scales that a DequantizeLinear without zero points and one scale computes; None for other ones."""
+    operands = [None if tensor is None else parameters.value(tensor) for tensor in graph.slots(name)]
+    numbers, tensor_scale = [*operands, None, None][:2]
+    if numbers is None or tensor_scale is None or tensor_scale.size > 1 or len(operands) > 2:  # noqa: PLR2004
+        return None
+    return numbers.astype(np.float32) * tensor_scale.reshape(()).astype(np.float32)
+
+
 def _add_site_constant(graph: Graph, site: QDQSite, suffix: str, value: Array) -> TensorRef:
     return add_constant(graph, f"{site.name}/{suffix}", value, op_type="Constant", rule=site.rule)
 
@@ -281,7 +343,7 @@ def _add_clip(graph: Graph, site: QDQSite, result: TensorRef) -> TensorRef:
     if isinstance(params.type, FloatType) or not site.needs_clip:
         return result
     output, shape = graph.output(result), tuple(size or 0 for size in site.shape or ())
-    container = _container_type(params.type, parameter=site.is_parameter)
+    container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
     wraps, values = container in TYPES_OF_4_BITS, params.range
     low, high = params.type.limits(narrow=params.narrow)
     container_low, container_high = IntType.parse(container).limits()

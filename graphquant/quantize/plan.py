@@ -149,6 +149,7 @@ class Plan(HtmlRepresentation):
 
     def __post_init__(self) -> None:
         """Check the fields of an edited plan by themselves."""
+        HtmlRepresentation.__post_init__(self)
         for name in self.algorithms:
             if name not in ALGORITHM_NAMES:
                 raise ValueError(f"there is no algorithm {name!r}; use one of {', '.join(ALGORITHM_NAMES)}")
@@ -369,7 +370,7 @@ def check_plan(model: Model, plan: Plan) -> None:
         problem = next(
             chain(
                 _find_missing_references(model, site),
-                _find_scheme_conflicts(model, parameters, site),
+                _find_scheme_conflicts(model, parameters, site, plan.targets),
                 [f"it takes the scale of {site.clone_of}, which has no site"]
                 if site.clone_of is not None and site.clone_of not in own_uses
                 else [],
@@ -416,7 +417,9 @@ def _tensor_read_at(model: Model, use: Use) -> TensorRef | None:
     return graph.source_of(use) if graph is not None and use.op in graph else None
 
 
-def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:  # noqa: C901  # a flat list of checks
+def _find_scheme_conflicts(  # noqa: C901  # a flat list of checks
+    model: Model, parameters: Parameters, site: Site, targets: tuple[str, ...]
+) -> Iterator[str]:
     """Yield the properties of the site that its tensor cannot have."""
     family = FAMILIES.get(site.scheme.family or "")
     output = model.output(site.tensor)
@@ -455,6 +458,7 @@ def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> 
         is_parameter=is_parameter,
         in_function=in_function,
         opset=model.opset,
+        targets=targets,
     )
     reason = family.unsupported_reason(request)
     if reason is not None:

@@ -30,6 +30,7 @@ from graphquant.ir import (
     Use,
     are_shapes_compatible,
     channel_axis,
+    find_states,
     follow,
     fully_known_shape,
     merged_channel_shape,
@@ -473,7 +474,7 @@ class _PlanBuilder:
 
     def build_sites(self) -> tuple[Site, ...]:
         """Return the sites in the order of the model."""
-        return tuple(
+        sites = tuple(
             Site(
                 tensor=pending.first_match.tensor,
                 uses=tuple(pending.uses),
@@ -487,6 +488,15 @@ class _PlanBuilder:
                 tie=tuple(self._passthrough_sources.get(use, use) for use in pending.tie),
             )
             for pending in self._in_model_order(self._sites)
+        )
+        # A present state is the past state of the next run, so the two are one tensor over time.
+        past_by_present = {present: TensorRef("", past) for past, present in find_states(self.matcher.model).items()}
+        use_by_past = {site.tensor: site.uses[0] for site in sites if site.tensor in past_by_present.values()}
+        past_uses = {present: use_by_past.get(past) for present, past in past_by_present.items()}
+        return tuple(
+            site if past_use is None else replace(site, tie=(*site.tie, past_use))
+            for site in sites
+            for past_use in (past_uses.get(site.tensor),)
         )
 
     def build_skips(self) -> tuple[Skip, ...]:
@@ -565,6 +575,7 @@ class _PlanBuilder:
             shape=view or self.matcher.shape(match.tensor),
             is_parameter=self.matcher.parameters.is_parameter(match.tensor),
             opset=model.opset,
+            targets=self.matcher.ruleset.targets,
         )
         return family.unsupported_reason(request) or ""
 

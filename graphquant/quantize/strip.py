@@ -50,6 +50,15 @@ class _QuantizationRemover:
         self._changed = with_float_io(model, provenance)
         restore_float_cache(self._changed, integer_tensors(provenance))
         self._parameters = Parameters(model)
+        # Scales that a DequantizeLinear computes, as those of NVFP4, are parts of the quantization that reads them.
+        self._scales = {
+            tensor
+            for graph in model.graphs.values()
+            for op in graph.ops()
+            if op.kind == "dequantize"
+            for tensor in graph.slots(op.name)[1:2]
+            if tensor is not None and model.op(tensor).kind == "dequantize"
+        }
         self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
         self._remaining: dict[TensorRef, str] = {}
         self._replaced_arguments: dict[TensorRef, None] = {}
@@ -61,7 +70,7 @@ class _QuantizationRemover:
             TensorRef(name, op.name)
             for name, graph in self._model.graphs.items()
             for op in graph.ops()
-            if self._is_removable(op)
+            if self._is_removable(op) and TensorRef(name, op.name) not in self._scales
         ]
         for op_ref in inserted_ops:
             self._reroute_readers(op_ref)
@@ -73,6 +82,11 @@ class _QuantizationRemover:
             else:
                 graph.remove_op(op_ref.op)
                 removed.append(op_ref)
+        for scale in self._scales:
+            graph = changed.graphs[scale.graph]
+            if self._is_removable(self._model.op(scale)) and not graph.nx.adj[scale.op]:
+                graph.remove_op(scale.op)
+                removed.append(scale)
         original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
         remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
         self._remove_leftovers()

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, fiel
 from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
-from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QType, QuantizationGrid, parse_type
+from graphquant.numerics import FLOAT_NAMES, FloatType, IntType, QType, QuantizationGrid, parse_type
 from graphquant.observers import OBSERVERS
 from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RoundingMode
 from graphquant.utils.option_types import RangeSource  # noqa: TC001  # pydantic evaluates the annotation
@@ -117,7 +117,7 @@ else:
         ]
     )
 
-SCHEME_DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT8_NAMES)
+SCHEME_DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT_NAMES)
 """Data types of a scheme."""
 
 
@@ -127,8 +127,8 @@ class Scheme:
 
     Attributes:
         name: The key of its `[scheme.NAME]` table.
-        dtype: "int8" or another integer type, "float8_e4m3fn" or "float8_e5m2". Alternatively, give `bits` and
-            `signed`.
+        dtype: "int8" or another integer type, "float8_e4m3fn", "float8_e5m2" or "float4_e2m1fn". Alternatively, give
+            `bits` and `signed`.
         bits: Width in bits.
         signed: True if the type represents negative values without a zero point.
         zero: "symmetric" fixes the zero point to 0 (unsigned: the middle); "asymmetric" chooses it.
@@ -176,7 +176,7 @@ class Scheme:
     def _check_dtype(cls, value: str | None) -> str | None:
         if value is not None and value not in SCHEME_DTYPES:
             close = did_you_mean(value, SCHEME_DTYPES)
-            allowed = f"int2 to int32, uint2 to uint32, {' and '.join(FLOAT8_NAMES)}"
+            allowed = f"int2 to int32, uint2 to uint32, {', '.join(FLOAT_NAMES[:-1])} and {FLOAT_NAMES[-1]}"
             raise ValueError(f"{value!r} is no data type; use {allowed}.{close}")
         return value
 
@@ -253,6 +253,7 @@ class Scheme:
         is_parameter: bool,
         in_function: bool = False,
         opset: int = 0,
+        targets: tuple[str, ...] = (),
     ) -> FamilyRequest:
         """Return the request of the scheme to a family for such a tensor."""
         return FamilyRequest(
@@ -268,6 +269,7 @@ class Scheme:
             block=self.block_size,
             in_function=in_function,
             opset=opset,
+            targets=targets,
         )
 
     @property
@@ -277,7 +279,8 @@ class Scheme:
             type=self.type,
             symmetric=self.zero == "symmetric",
             narrow=self.narrow,
-            power_of_two=self.scale == "power-of-two",
+            power_of_two=self.scale == "power-of-two" or self.args.scale_type == "float8_e8m0fnu",
+            float8_scales=self.args.scale_type == "float8_e4m3fn",
         )
 
     @property

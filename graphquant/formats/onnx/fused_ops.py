@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 BITS_PER_BYTE = 8
 
 FOLDED_TYPES = frozenset({"Cast", "Sub", "Mul", "Reshape", "Slice"})  # the ops of a folded weight
-INTEGER_DTYPES = frozenset({"int4", "uint4", "int8", "uint8"})
+INTEGER_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
