@@ -104,8 +104,8 @@ bad.toml:12: 'zero' is true; it must be 'symmetric' or 'asymmetric'.
 bad.toml:13: 'obsrve' is not a key of a scheme. Did you mean 'observe'?
 bad.toml:14: 'bits' is 64; it must be at most 32.
 bad.toml:15: 'narrow' is 1; it must be true or false.
-bad.toml:18: 'itn8' is no data type; use int2 to int32, uint2 to uint32, float8_e4m3fn, float8_e5m2 and float4_e2m1fn. \\
-Did you mean 'int8' or 'uint8' or 'int28'?
+bad.toml:18: 'itn8' is no data type; use int2 to int32, uint2 to uint32, float8_e4m3fn, float8_e5m2 and \\
+float4_e2m1fn. Did you mean 'int8' or 'uint8' or 'int28'?
 bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
 bad.toml:23: 'name' is not a key of a scheme. The header [scheme.NAME] names it.
