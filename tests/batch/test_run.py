@@ -255,17 +255,16 @@ def test_gates_apply_to_cached_outputs(batch_folder):
     assert f"{first[0].size_after} bytes" in outcomes[0].misses[0].message
 
 
-@pytest.mark.parametrize("bounds", [(20, 56), (56, 20)])
-def test_bounds_are_part_of_the_cache_key(batch_folder, bounds):
+def test_bounds_are_part_of_the_cache_key(batch_folder):
     """An output searched for with one bound is not reused for another, nor by --resume."""
     contents = []
-    for bound in bounds:
+    for bound in (20, 56, 20):
         entry = sample_entry("digits_cnn", samples=40, gates=Gates(min_sqnr=bound))
         _, done = run_entries([entry], resume=True)
-        assert done == ["digits_cnn.onnx"]
         contents.append(Path(entry.output).read_bytes())
+        assert done == (["digits_cnn.onnx"] if len(contents) < 3 else [])
         assert run_entries([entry])[1] == []
-    assert contents[0] != contents[1]
+    assert contents[0] == contents[2] != contents[1]
 
 
 def test_without_the_cache(batch_folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,15 +109,22 @@ OPAQUE = {"steps[].undo", "schemes{}.observe", "schemes{}.args", "outputs[].accu
 """Objects that a row describes as a whole."""
 
 
-@pytest.fixture
-def results_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a quantized model and statistics; the sample models are in the working directory."""
+@pytest.fixture(scope="module")
+def command_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a quantized model, statistics and rules."""
+    folder, samples = tmp_path_factory.mktemp("inputs"), ROOT / "sample_models"
     data = str(samples / "digits_cnn_calib.npz")
-    gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "quant.onnx")
-    gq.calibrate(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "stats.gqs")
-    (tmp_path / "four_bits.toml").write_text(FOUR_BITS, "utf-8")
+    gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(folder / "quant.onnx")
+    gq.calibrate(samples / "digits_cnn.onnx", data=data, samples=8).save(folder / "stats.gqs")
+    (folder / "four_bits.toml").write_text(FOUR_BITS, "utf-8")
+    return folder
+
+
+@pytest.fixture
+def results_folder(command_inputs: Path, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder; the sample models are in the working directory."""
     monkeypatch.chdir(samples)
-    return tmp_path
+    return shutil.copytree(command_inputs, tmp_path, dirs_exist_ok=True)
 
 
 def objects(data: Any, path: str = "") -> Iterator[tuple[str, set[str]]]:
