@@ -494,7 +494,7 @@ class _PlanBuilder:
         use_by_past = {site.tensor: site.uses[0] for site in sites if site.tensor in past_by_present.values()}
         past_uses = {present: use_by_past.get(past) for present, past in past_by_present.items()}
         return tuple(
-            site if past_use is None else replace(site, tie=(*site.tie, past_use))
+            site if past_use is None or past_use in site.tie else replace(site, tie=(*site.tie, past_use))
             for site in sites
             for past_use in (past_uses.get(site.tensor),)
         )

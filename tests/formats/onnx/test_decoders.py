@@ -10,12 +10,13 @@ import onnxruntime
 import pytest
 from support.decoders import Decoder, build_decoder, feeds, state_names
 from support.onnx_models import run_onnx
+from support.plans import disable_costs
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
 from graphquant.formats import format_module
 from graphquant.formats.onnx.conversions import upgrade_opset
-from graphquant.ir import count_macs, unsized_tensors
+from graphquant.ir import count_macs, find_states, unsized_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,3 +95,26 @@ def test_coverage_of_the_default_rules(tmp_path: Path) -> None:
     assert result.validation.quantized_share >= 0.95
     attention = {use.op for skip in result.plan.skips if skip.rule == "attention" for use in skip.uses}
     assert attention == {f"/model/layers.{layer}/attn/GroupQueryAttention" for layer in range(decoder.layers)}
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_past_and_present_share_a_scale(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A past state has the scale of its present state, whose range contains that of both."""
+    disable_costs(monkeypatch)
+    decoder = Decoder(architecture=architecture, ops="standard")
+    path = save_decoder(decoder, tmp_path)
+    inputs = decoder_feeds(decoder, 8)
+    result = gq.insert(path, data=inputs, validate=False)
+    scales = {
+        entry.site.tensor: (float(entry.params.scale), int(entry.params.zero_point))
+        for entry in result.inserted
+        if not entry.site.parameter
+    }
+    states = find_states(result.source)
+    assert len(states) == 2 * decoder.layers
+    for past, present in states.items():
+        assert scales[gq.TensorRef("", past)] == scales[present]
+    past, present = next(iter(states.items()))
+    louder = gq.insert(path, data={**inputs, past: 8 * inputs[past]}, validate=False)
+    (params,) = [entry.params for entry in louder.inserted if entry.site.tensor == present]
+    assert float(params.scale) > 4 * scales[present][0]
