@@ -121,19 +121,9 @@ def convert_to_tflite(
         )
     files = convert_signatures(result.model, io)
     converted = [parse_tflite(data) for data in files]
-    clipped = next((names for model in converted for names in find_clipped_tensors(model)), None)
-    if clipped is not None:
-        tensor, joined = clipped
-        raise UsageError(
-            f"TFLite would clip {tensor} to the range that it fixes for a Sigmoid, Softmax or Tanh, because {joined}"
-            " joins both, so no file is written. Use --rules tflite16, whose file keeps both ranges, or write a"
-            " TensorFlow model instead."
-        )
-    if aborting := next(filter(None, map(find_aborting_sum, converted)), None):
-        raise UsageError(
-            f"TFLite's ADD would abort the process, because an input of {aborting} has at least 2**19 times its scale,"
-            " so no file is written. Exclude the inputs of that op with --exclude."
-        )
+    if any(find_aborting_sum(model) or any(find_clipped_tensors(model)) for model in converted):
+        files = convert_signatures(result.model, io, keep_float=True)
+        converted = [parse_tflite(data) for data in files]
     report = join_reports(
         [
             compare_conversion(result.model, inserted, model, runtime_tensors(data))

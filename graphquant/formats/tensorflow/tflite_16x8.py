@@ -1,7 +1,8 @@
-"""Turn the QUANTIZE and DEQUANTIZE pairs of a float TFLite file into ops with int16 activations and int8 weights.
+"""Turn the QUANTIZE and DEQUANTIZE pairs of a float TFLite file into integer ops of 8 or 16 bits with int8 weights.
 
 TensorFlow's converter does this for int8. For int16 it refuses ops that the runtime has, such as Concat, and writes
-int32 biases, which the kernels read as int64. It writes the pairs of FakeQuants correctly, around float ops.
+int32 biases, which the kernels read as int64. For int8 it gives ops a range that the plan keeps float, and clips values
+or writes sums that abort the process. It writes the pairs of FakeQuants correctly, around float ops.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import numpy as np
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-UNIT_SCALE: Final = 1 / 32768  # the scale of the results of `_BOUNDED_OPS`, which the kernels require
+_BOUNDED_RESULTS: Final = {
+    8: {"LOGISTIC": (1 / 256, -128), "SOFTMAX": (1 / 256, -128), "TANH": (1 / 128, 0)},
+    16: dict.fromkeys(("LOGISTIC", "SOFTMAX", "TANH"), (1 / 32768, 0)),
+}
+"""Scale and zero point of results with a fixed range, which the kernels require, by the bits of activations."""
 
 INT8_STEPS: Final = 127  # the largest integer of int8 weights, whose ranges are symmetric
 
-_BOUNDED_OPS: Final = frozenset({"SOFTMAX", "LOGISTIC", "TANH"})
+_BOUNDED_OPS: Final = frozenset(_BOUNDED_RESULTS[16])
 
 _SAME_SCALE_OPS: Final = frozenset(
     (
@@ -29,12 +34,12 @@ _SAME_SCALE_OPS: Final = frozenset(
         *("STRIDED_SLICE", "TRANSPOSE", "UNPACK"),
     )
 )
-"""Ops whose int16 kernels copy integers, so that inputs and outputs need one scale."""
+"""Ops whose kernels copy integers, so that inputs and outputs need one scale."""
 
 _RESHAPING_OPS: Final = frozenset({"EXPAND_DIMS", "RESHAPE", "SQUEEZE", "TRANSPOSE"})
 
 _SCALING_OPS: Final = frozenset({"ADD", "BATCH_MATMUL", "LEAKY_RELU", "MEAN", "MUL", "RELU", "SUB", "SUM"})
-"""Other ops with int16 kernels for all of their inputs."""
+"""Other ops with int8 and int16 kernels for all of their inputs."""
 
 _WEIGHTED_OPS: Final = {
     "CONV_2D": (0, 1, 2),
@@ -42,28 +47,31 @@ _WEIGHTED_OPS: Final = {
     "FULLY_CONNECTED": (0, 1, 2),
     "TRANSPOSE_CONV": (2, 1, 3),
 }
-"""The slots of input, int8 weight and int64 bias."""
+"""The slots of input, int8 weight and bias, which is int32 for int8 activations and int64 for int16 ones."""
 
-_MAX_SUM_RESCALING: Final = 2**14
-"""The kernels of ADD and SUB need inputs whose scales are below that of the output times this.
+_MAX_SUM_RESCALING: Final = {8: 2**19, 16: 2**14}
+"""The kernels of ADD and SUB need inputs whose scales are below that of the output times this, by bits of activations.
 
 Otherwise ADD aborts the process, and SUB gives wrong results.
 """
 
+WIDE_BITS: Final = 16  # bits of the activations of a 16x8 file
+
 _SIGNED_BITS: Final = {"UINT8": ("INT8", 8), "UINT16": ("INT16", 16)}
 
 
-def quantize_16x8(data: bytes, *, integer_inputs: bool, integer_outputs: bool) -> bytes:
+def quantize_pairs(data: bytes, *, bits: int, integer_inputs: bool, integer_outputs: bool) -> bytes:
     """Return a TFLite file in which ops between DEQUANTIZE and QUANTIZE run on integers. Other ops stay float.
 
-    With `integer_inputs`, each input that only a QUANTIZE reads is int16, and likewise for outputs.
+    `bits` are those of activations, 8 or 16. With `integer_inputs`, each input that only a QUANTIZE reads is an
+    integer, and likewise for outputs.
     """
     from tensorflow.lite.python import schema_py_generated as schema
     from tensorflow.lite.tools import flatbuffer_utils
 
     file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
     for graph in file.subgraphs:
-        rewriter = _GraphRewriter(file, graph, schema)
+        rewriter = _GraphRewriter(file, graph, schema, bits)
         rewriter.quantize_before_reshapes()
         rewriter.quantize_ops()
         if graph is file.subgraphs[0]:  # the ops that run the others pass floats
@@ -86,8 +94,11 @@ def _aligned(values: Any, rank: int, axis: int) -> Array:
 class _GraphRewriter:
     """One graph of a file, of which tensors are named by their index."""
 
-    def __init__(self, file: Any, graph: Any, schema: Any) -> None:
-        self.file, self.graph, self.schema = file, graph, schema
+    def __init__(self, file: Any, graph: Any, schema: Any, bits: int) -> None:
+        self.file, self.graph, self.schema, self.bits = file, graph, schema, bits
+        types = schema.TensorType
+        is_wide = bits == WIDE_BITS
+        self.activation_type, self.bias_type = (types.INT16, types.INT64) if is_wide else (types.INT8, types.INT32)
         self.op_names = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
         self._sign_types()
         self.producers = {index: op for op in graph.operators for index in op.outputs}
@@ -128,20 +139,20 @@ class _GraphRewriter:
         The converter moves reshapes between an op and its FakeQuant.
         """
         operators: list[Any] = []
-        readers, scales = self.readers(), {}
+        readers, quantizations = self.readers(), {}
         for op in reversed(self.graph.operators):
             operators.append(op)
             if self.name(op) == "QUANTIZE":
-                scales[op.inputs[0]] = self.scale(op.outputs[0])
-            scale, source = scales.get(op.outputs[0]), op.inputs[0] if len(op.inputs) else -1
+                quantizations[op.inputs[0]] = self.graph.tensors[op.outputs[0]].quantization
+            quantization, source = quantizations.get(op.outputs[0]), op.inputs[0] if len(op.inputs) else -1
             is_only_reader = all(len(readers[index]) == 1 for index in (source, op.outputs[0]) if index in readers)
-            if scale is None or self.name(op) not in _RESHAPING_OPS or not is_only_reader:
+            if quantization is None or self.name(op) not in _RESHAPING_OPS or not is_only_reader:
                 continue
             if self.constant(source) is None and self.dequantized(source) is None:
-                integers = self._add_integers(source, scale)
+                integers = self._add_integers(source, quantization)
                 self.graph.tensors.append(copy.copy(self.graph.tensors[source]))
                 op.inputs = [len(self.graph.tensors) - 1, *op.inputs[1:]]
-                scales[source] = scale
+                quantizations[source] = quantization
                 for new_op in (
                     self._new_op("DEQUANTIZE", integers, op.inputs[0]),
                     self._new_op("QUANTIZE", source, integers),
@@ -191,7 +202,7 @@ class _GraphRewriter:
         axis = permutation.tolist().index(tensor.quantization.quantizedDimension)
         transposed = values.transpose(permutation)
         tensor.shape, tensor.buffer = list(transposed.shape), self._add_buffer(transposed)
-        index = self._add_tensor(tensor, self.scale(source), axis)
+        index = self._add_tensor(tensor, self._quantization(self.scale(source), axis=axis))
         self.producers[op.outputs[0]] = self._new_op("DEQUANTIZE", index, op.outputs[0])
         return self.producers[op.outputs[0]]
 
@@ -209,17 +220,19 @@ class _GraphRewriter:
                 integers = self.dequantized(inputs[slot])
                 if slot == weight_slot and name == "TRANSPOSE_CONV" and integers is None:
                     integers = self._quantized_weight(inputs[slot])
-                expected_type = types.INT8 if slot == weight_slot else types.INT16
+                expected_type = types.INT8 if slot == weight_slot else self.activation_type
                 if integers is None or tensors[integers].type != expected_type:
                     return None
-                if np.any(tensors[integers].quantization.zeroPoint):
+                needs_zero = slot == weight_slot or self.bits == WIDE_BITS
+                if needs_zero and np.any(tensors[integers].quantization.zeroPoint):
                     return None
                 inputs[slot] = integers
         if bias_slot in slots:
             values = self.constant(inputs[bias_slot])
-            if values is None:
+            bias = None if values is None else self._integer_bias(inputs, name, values)
+            if bias is None:
                 return None
-            inputs[bias_slot] = self._integer_bias(inputs, name, values)
+            inputs[bias_slot] = bias
         return inputs
 
     def _quantized_weight(self, index: int) -> int | None:
@@ -232,50 +245,57 @@ class _GraphRewriter:
         tensor = copy.copy(self.graph.tensors[index])
         tensor.type = self.schema.TensorType.INT8
         tensor.buffer = self._add_buffer(np.rint(values / _aligned(scale, values.ndim, 0)).astype(np.int8))
-        return self._add_tensor(tensor, scale)
+        return self._add_tensor(tensor, self._quantization(scale))
 
-    def _integer_bias(self, inputs: Sequence[int], name: str, values: Array) -> int:
-        """Return a new int64 bias for an op, whose scale is the product of those of input and weight."""
+    def _integer_bias(self, inputs: Sequence[int], name: str, values: Array) -> int | None:
+        """Return a new bias, whose scale is the product of those of input and weight; None if it is too large."""
         data_slot, weight_slot, bias_slot = _WEIGHTED_OPS[name]
         data_scale, weight_scale = (self.scale(inputs[slot]) for slot in (data_slot, weight_slot))
         scale = data_scale.astype(np.float64) * weight_scale
+        steps = np.rint(values / scale)
+        dtype = np.dtype("<i8" if self.bits == WIDE_BITS else "<i4")
+        if np.abs(steps).max(initial=0) > np.iinfo(dtype).max:
+            return None
         bias = copy.copy(self.graph.tensors[inputs[bias_slot]])
-        bias.type, bias.buffer = self.schema.TensorType.INT64, self._add_buffer(np.rint(values / scale).astype("<i8"))
-        return self._add_tensor(bias, scale)
+        bias.type, bias.buffer = self.bias_type, self._add_buffer(steps.astype(dtype))
+        return self._add_tensor(bias, self._quantization(scale))
 
     def _integer_outputs(
         self, op: Any, name: str, inputs: Sequence[int], readers: Mapping[int, list[Any]]
     ) -> list[int] | None:
         """Return the outputs of an op as integers, None if one of them has no range and none follows from the op."""
         outputs = []
+        bounded = _BOUNDED_RESULTS[self.bits].get(name)
         for index in op.outputs:
             quantizer, *others = readers.get(index, [None])
             if quantizer is not None and not others and self.name(quantizer) == "QUANTIZE":
                 (output,) = quantizer.outputs
-                if self.graph.tensors[output].type != self.schema.TensorType.INT16:
+                if self.graph.tensors[output].type != self.activation_type:
                     return None
                 scale = self.scale(output)
                 if name in {"ADD", "SUB"}:
                     largest = max(float(self.scale(entry)[0]) for entry in inputs)
-                    if largest >= _MAX_SUM_RESCALING * float(scale[0]):
+                    if largest >= _MAX_SUM_RESCALING[self.bits] * float(scale[0]):
                         return None
-                is_possible = scale[0] == UNIT_SCALE if name in _BOUNDED_OPS else len(op.outputs) == 1
+                is_possible = self._numbers(output) == bounded if bounded else len(op.outputs) == 1
                 if is_possible or name not in _BOUNDED_OPS | _SAME_SCALE_OPS:
                     outputs.append(output)
                     continue
             if name not in _BOUNDED_OPS | _SAME_SCALE_OPS:
                 return None
-            scales = [self.scale(entry) for entry in inputs if entry >= 0 and self.scale(entry).size]
-            scale = np.full(1, UNIT_SCALE) if name in _BOUNDED_OPS else max(scales, key=np.max)
-            outputs.append(self._add_integers(index, scale))
+            numbers = [bounded] if bounded else [self._numbers(entry) for entry in inputs if self._has_scale(entry)]
+            if self.bits != WIDE_BITS and len(set(numbers)) > 1:
+                return None  # the range of one input may not contain that of another with another zero point
+            step, zero = max(numbers)
+            outputs.append(self._add_integers(index, self._quantization(np.full(1, step), zero)))
         return outputs
 
     def _rescale_inputs(self, inputs: list[int], output: int) -> list[Any]:
         """Let the inputs of an op have the scale of its output, and return the ops that rescale them."""
-        ops, scale = [], self.scale(output)
+        ops: list[Any] = []
         for slot, index in enumerate(inputs):
-            if index >= 0 and self.scale(index).size and not np.array_equal(self.scale(index), scale):
-                inputs[slot] = self._add_integers(index, scale)
+            if self._has_scale(index) and self._numbers(index) != self._numbers(output):
+                inputs[slot] = self._add_integers(index, self.graph.tensors[output].quantization)
                 ops.append(self._new_op("QUANTIZE", index, inputs[slot]))
         return ops
 
@@ -284,7 +304,7 @@ class _GraphRewriter:
         if hasattr(op.builtinOptions, "potScaleInt16"):
             op.builtinOptions.potScaleInt16 = False
         if hasattr(op.builtinOptions, "quantizedBiasType"):
-            op.builtinOptions.quantizedBiasType = self.schema.TensorType.INT64
+            op.builtinOptions.quantizedBiasType = self.bias_type
 
     def set_boundaries(self, *, integer_inputs: bool, integer_outputs: bool) -> None:
         """Replace float inputs that only a QUANTIZE reads, and outputs of a DEQUANTIZE, by the integers."""
@@ -332,6 +352,13 @@ class _GraphRewriter:
         scales = () if quantization is None or quantization.scale is None else quantization.scale
         return np.asarray(scales, np.float32)
 
+    def _has_scale(self, index: int) -> bool:
+        return index >= 0 and self.scale(index).size > 0
+
+    def _numbers(self, index: int) -> tuple[float, int]:
+        """Return the scale and zero point of an activation."""
+        return float(self.scale(index)[0]), int(self.graph.tensors[index].quantization.zeroPoint[0])
+
     def constant(self, index: int) -> Array | None:
         """Return the value of a constant, None for another tensor."""
         tensor, types = self.graph.tensors[index], self.schema.TensorType
@@ -355,19 +382,24 @@ class _GraphRewriter:
         self.file.buffers.append(buffer)
         return len(self.file.buffers) - 1
 
-    def _add_tensor(self, tensor: Any, scale: Array, axis: int = 0) -> int:
-        """Add a tensor with a scale along `axis` and the zero point 0; return its index."""
-        tensor.quantization = self.schema.QuantizationParametersT()
-        tensor.quantization.scale, tensor.quantization.quantizedDimension = scale.astype(np.float32), axis
-        tensor.quantization.zeroPoint = np.zeros(scale.size, np.int64)
+    def _quantization(self, scale: Array, zero: int = 0, axis: int = 0) -> Any:
+        """Return the quantization of a tensor with a scale along `axis`."""
+        quantization = self.schema.QuantizationParametersT()
+        quantization.scale, quantization.quantizedDimension = scale.astype(np.float32), axis
+        quantization.zeroPoint = np.full(scale.size, zero, np.int64)
+        return quantization
+
+    def _add_tensor(self, tensor: Any, quantization: Any) -> int:
+        """Add a tensor with a quantization; return its index."""
+        tensor.quantization = quantization
         self.graph.tensors.append(tensor)
         return len(self.graph.tensors) - 1
 
-    def _add_integers(self, index: int, scale: Array) -> int:
-        """Add an int16 tensor of the shape of another one; return its index."""
+    def _add_integers(self, index: int, quantization: Any) -> int:
+        """Add an activation of the shape of another tensor; return its index."""
         tensor = copy.copy(self.graph.tensors[index])
-        tensor.type = self.schema.TensorType.INT16
-        return self._add_tensor(tensor, scale)
+        tensor.type = self.activation_type
+        return self._add_tensor(tensor, quantization)
 
     def _new_op(self, name: str, source: int, result: int) -> Any:
         """Return a QUANTIZE or DEQUANTIZE between two tensors."""

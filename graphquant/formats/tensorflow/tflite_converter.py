@@ -27,7 +27,7 @@ from graphquant.formats.tensorflow.session import (
     silence_stderr,
     translate_tf_errors,
 )
-from graphquant.formats.tensorflow.tflite_16x8 import quantize_16x8
+from graphquant.formats.tensorflow.tflite_16x8 import WIDE_BITS, quantize_pairs
 from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
 from graphquant.ir import BOUNDED_KINDS, FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, QParams, dequantize, qparams_from_scale, quantize
@@ -63,13 +63,14 @@ def run_tflite_converter(model: Model) -> bytes:
     return join_tflite_files(convert_signatures(model))
 
 
-def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]:
+def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool = False) -> tuple[bytes, ...]:
     """Convert a frozen model with FakeQuants to one TFLite file for each set of outputs of its signatures.
 
     Args:
         model: The frozen model.
         io: The type of the file's float inputs and outputs: "int8", "uint8", "int16" or "float32". By default, inputs
             get the type of the activations if all of them have a range, and so do outputs.
+        keep_float: Keep each op float that lacks a range in the plan. The converter gives it the range of another op.
 
     Raises a ModelError if the converter refuses the model, and a UsageError if `io` is not a type for its activations,
     or needs a range that is missing.
@@ -94,11 +95,14 @@ def convert_signatures(model: Model, io: str | None = None) -> tuple[bytes, ...]
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
         by_tensors.setdefault(tensors, []).append(signature)
     return tuple(
-        _convert_signatures(model, graph_def, equal_signatures, io) for equal_signatures in by_tensors.values()
+        _convert_signatures(model, graph_def, equal_signatures, io, keep_float=keep_float or is_16x8(model))
+        for equal_signatures in by_tensors.values()
     )
 
 
-def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSignature], io: str | None) -> bytes:
+def _convert_signatures(
+    model: Model, graph_def: Any, signatures: list[FrozenSignature], io: str | None, *, keep_float: bool
+) -> bytes:
     """Return the TFLite file of signatures that have the same tensors as inputs and outputs."""
     tensorflow = import_tensorflow()
     from tensorflow.lite.python.convert_phase import ConverterError
@@ -107,12 +111,12 @@ def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSig
         graph_def = _with_quantized_inputs(model, graph_def, signatures[0])
     try:
         try:
-            data = _convert_graph(tensorflow, model, graph_def, signatures[0], io)
+            data = _convert_graph(tensorflow, model, graph_def, signatures[0], io, keep_float=keep_float)
         except ConverterError as error:
             single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if _needs_sizes(str(error)) else None
             if single is None:
                 raise
-            data = _convert_graph(tensorflow, model, single, signatures[0], io)
+            data = _convert_graph(tensorflow, model, single, signatures[0], io, keep_float=keep_float)
     # The converter's struct.error stands for an empty file.
     except (ConverterError, ValueError, RuntimeError, struct.error) as error:
         raise ModelError(
@@ -122,7 +126,9 @@ def _convert_signatures(model: Model, graph_def: Any, signatures: list[FrozenSig
     return add_signatures(data, signatures)
 
 
-def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: FrozenSignature, io: str | None) -> bytes:
+def _convert_graph(
+    tensorflow: Any, model: Model, graph_def: Any, signature: FrozenSignature, io: str | None, *, keep_float: bool
+) -> bytes:
     """Return the TFLite file of `graph_def`, the graph of `model`, between the inputs and outputs of a signature."""
     v1 = tensorflow.compat.v1
     with silence_stderr():
@@ -132,9 +138,9 @@ def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: Fro
             feeds = [function.graph.as_graph_element(f"{name}:0") for name in signature.inputs.values()]
             fetches = [function.graph.as_graph_element(name) for name in signature.outputs.values()]
             converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        has_ranges, has_16_bits = any(op.kind == "qdq" for op in model.main.ops()), is_16x8(model)
+        has_ranges = any(op.kind == "qdq" for op in model.main.ops())
         # Without ranges the optimization quantizes the weights only.
-        if has_ranges and not has_16_bits:
+        if has_ranges and not keep_float:
             converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
         quantizes_activations = has_ranges and not has_only_weight_ranges(model) and io != "float32"
         integer_inputs, integer_outputs = (
@@ -144,14 +150,22 @@ def _convert_graph(tensorflow: Any, model: Model, graph_def: Any, signature: Fro
                 (_output_is_quantized, signature.outputs.values()),
             )
         )
-        if integer_inputs and not has_16_bits:
+        if integer_inputs and not keep_float:
             converter.inference_input_type = tensorflow.as_dtype(io or "int8")
-        if integer_outputs and not has_16_bits:
+        if integer_outputs and not keep_float:
             converter.inference_output_type = tensorflow.as_dtype(io or "int8")
         data: bytes = converter.convert()
-    if has_16_bits:
-        return quantize_16x8(data, integer_inputs=integer_inputs, integer_outputs=integer_outputs)
-    return data
+    if not keep_float:
+        return data
+    bits, is_unsigned = WIDE_BITS if is_16x8(model) else 8, io == "uint8"
+    integer_boundaries = {"integer_inputs": integer_inputs, "integer_outputs": integer_outputs}
+    if not is_unsigned:
+        return quantize_pairs(data, bits=bits, **integer_boundaries)
+    from tensorflow.lite.python.util import modify_model_io_type
+
+    data = quantize_pairs(data, bits=bits, **dict.fromkeys(integer_boundaries, False))
+    types = [tensorflow.uint8 if is_integer else tensorflow.float32 for is_integer in integer_boundaries.values()]
+    return bytes(modify_model_io_type(data, *types))
 
 
 _LIST_SHAPE_SLOTS: Final = {
@@ -549,8 +563,6 @@ def _input_quantizer(model: Model, input_name: str) -> str | None:
         pending += [TensorRef("", name) for name in readers if model.main.op(name).kind in RESHAPING_KINDS]
     return None
 
-
-WIDE_BITS: Final = 16  # bits of the activations of a 16x8 file
 
 MIN_DYNAMIC_WEIGHT_SIZE: Final = 1024
 """The number of elements from which the converter quantizes a weight whose op has float activations."""

@@ -1,4 +1,4 @@
-"""Ops with int16 activations: each op of the tables runs in the interpreter, and others stay float."""
+"""Ops with int8 or int16 activations: each op of the tables runs in the interpreter, and others stay float."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from support.measurements import sqnr_db
 
 from graphquant.formats.tensorflow import tflite_16x8
-from graphquant.formats.tensorflow.tflite_16x8 import quantize_16x8
+from graphquant.formats.tensorflow.tflite_16x8 import quantize_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,12 +19,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 tf = pytest.importorskip("tensorflow")
 
 LIMIT = 4.0  # the range of all activations, in real units
+BITS = 16  # those of activations; some tests set 8
+
+
+@pytest.fixture(params=[16, 8])
+def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Set the bits of the activations of a test."""
+    monkeypatch.setitem(globals(), "BITS", request.param)
+    return int(request.param)
 
 
 def rounded(x: Any, limit: float = LIMIT) -> Any:
-    """Return a tensor behind a FakeQuant of 16 bits whose zero point is 0."""
-    step = limit / 32768
-    return tf.quantization.fake_quant_with_min_max_args(x, -limit, limit - step, num_bits=16)
+    """Return a tensor behind a FakeQuant whose zero point is 0 for int16 and -32 for int8."""
+    steps = 1 << (BITS - 1)
+    step, low = limit / steps, -steps if BITS == 16 else -96
+    return tf.quantization.fake_quant_with_min_max_args(x, low * step, (low + 2 * steps - 1) * step, num_bits=BITS)
 
 
 def weight(shape: tuple[int, ...]) -> Any:
@@ -104,39 +113,43 @@ OPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def run_16x8(build: Callable[[Any], Any]) -> tuple[list[str], float]:
-    """Return the types of the ops that run, and the SQNR in dB of the output of a small net."""
-    step = 1 / 32768
+def run_integers(build: Callable[[Any], Any]) -> tuple[list[str], float, float]:
+    """Return the types of the ops that run, and the SQNR in dB and largest error in steps of a small net's output."""
+    dtype = np.int16 if BITS == 16 else np.int8
     net = tf.function(
-        lambda x: rounded(build(rounded(x)), 1 if build in BOUNDED else 4 * LIMIT),
+        lambda x: build(rounded(x)) if build in BOUNDED else rounded(build(rounded(x)), 4 * LIMIT),
         input_signature=[tf.TensorSpec((1, 4, 4, 4))],
     )
     data = tf.lite.TFLiteConverter.from_concrete_functions([net.get_concrete_function()]).convert()
     made = tf.lite.Interpreter(
-        model_content=quantize_16x8(data, integer_inputs=True, integer_outputs=True),
+        model_content=quantize_pairs(data, bits=BITS, integer_inputs=True, integer_outputs=True),
         experimental_op_resolver_type=tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES,
     )
     made.allocate_tensors()
     (source,), (target,) = made.get_input_details(), made.get_output_details()
-    assert {source["dtype"], target["dtype"]} == {np.int16}
+    assert {source["dtype"], target["dtype"]} == {dtype}
     x = np.random.default_rng(5).uniform(-3, 3, (1, 4, 4, 4)).astype(np.float32)
-    made.set_tensor(source["index"], np.rint(x / (LIMIT * step)).astype(np.int16))
+    scale, zero = source["quantization"]
+    made.set_tensor(source["index"], (np.rint(x / scale) + zero).astype(dtype))
     made.invoke()
-    result = made.get_tensor(target["index"]) * target["quantization"][0]
-    return [op["op_name"] for op in made._get_ops_details()], sqnr_db(net(x).numpy(), result)
+    scale, zero = target["quantization"]
+    result = (made.get_tensor(target["index"]).astype(np.float64) - zero) * scale
+    expected = net(x).numpy()
+    types = [op["op_name"] for op in made._get_ops_details()]
+    return types, sqnr_db(expected, result), float(np.abs(expected - result).max() / scale)
 
 
 BOUNDED = {OPS[name][1] for name in ("logistic", "softmax", "tanh")}
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_kernels_exist_and_agree_with_float(name: str) -> None:
+def test_kernels_exist_and_agree_with_float(name: str, bits: int) -> None:
     """The op runs on integers in the interpreter, without a DEQUANTIZE, and its result is that of TensorFlow."""
     op_type, build = OPS[name]
-    types, sqnr = run_16x8(build)
+    types, sqnr, steps = run_integers(build)
     assert op_type in types
     assert "DEQUANTIZE" not in types
-    assert sqnr >= 60
+    assert sqnr >= 60 if bits == 16 else steps < 1.01
 
 
 def test_every_op_of_the_tables_is_tested() -> None:
@@ -147,7 +160,7 @@ def test_every_op_of_the_tables_is_tested() -> None:
 
 
 def coarse_zeros() -> Any:
-    """Return zeros with 2**16 times the scale of the outputs of `run_16x8`."""
+    """Return zeros with 2**16 times the scale of the outputs of `run_integers`."""
     return rounded(np.zeros(4, np.float32), 2**16 * 4 * LIMIT)
 
 
@@ -163,6 +176,22 @@ def coarse_zeros() -> Any:
 )
 def test_ops_without_a_kernel_stay_float(build: Callable[[Any], Any]) -> None:
     """An op that has no int16 kernel for its inputs gets floats, and the file runs."""
-    types, sqnr = run_16x8(build)
+    types, sqnr, _ = run_integers(build)
     assert "DEQUANTIZE" in types
     assert sqnr >= 60
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: tf.concat([tf.tanh(x), nn.relu(tf.transpose(x, [0, 2, 1, 3]))], 3),
+        lambda x: tf.concat([tf.sigmoid(x), rounded(turned(x) * 8, 8 * LIMIT)], 3),
+        lambda x: rounded(x + rounded(np.zeros(4, np.float32), 2**21 * LIMIT)),
+    ],
+)
+def test_int8_ops_stay_float_if_ranges_differ(build: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value is clipped to the range of another input, and no sum aborts the process."""
+    monkeypatch.setitem(globals(), "BITS", 8)
+    types, _, steps = run_integers(lambda x: nn.elu(build(x)))
+    assert "DEQUANTIZE" in types
+    assert steps < 1.01
