@@ -27,6 +27,7 @@ from graphquant.batch.types import (
     Status,
 )
 from graphquant.errors import EmptyResultError, GraphQuantError, InternalError, UsageError
+from graphquant.utils.options import command_line_words
 from graphquant.utils.text import format_distinct, quantized_share_failure
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Pro
     """
     start = time.monotonic()
     attempt = partial(_run_safely, partial(_quantize, max_memory=max_memory, progress=progress))
-    outcome = _run_safely(partial(process_remote, process=attempt), entry)
+    with command_line_words():  # a worker is a process of its own
+        outcome = _run_safely(partial(process_remote, process=attempt), entry)
     return replace(outcome, seconds=round(time.monotonic() - start, 3))
 
 

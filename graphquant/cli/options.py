@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from graphquant.errors import FindingsError, GraphQuantError, InternalError, UsageError, escape_unprintable
-from graphquant.utils.options import OptionField, Options, option_fields, resolve_options
+from graphquant.utils.options import OptionField, Options, command_line_words, option_fields, resolve_options
 
 CommandFunction = TypeVar("CommandFunction", bound=Callable[..., Any])
 OptionsClass = TypeVar("OptionsClass", bound=Options)
@@ -204,7 +204,8 @@ class ErrorHandlingGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with command_line_words():
+                return super().invoke(ctx)
         except click.UsageError as error:
             # click prints the error later, and would write "Error:".
             setattr(error, "show", partial(_show_usage_error, error))  # noqa: B010  # a method, for mypy

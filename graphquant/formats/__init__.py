@@ -258,7 +258,7 @@ def detect_format(path: Path) -> str:
 
 
 LINKS_ADVICE = (
-    "Copy the file into that folder, or use --allow-links (in Python allow_links=True) if you trust the model"
+    "Copy the file into that folder, or use --allow-links if you trust the model"
 )
 """Remedy for a link that leads out of the folder of a model."""
 

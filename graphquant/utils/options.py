@@ -10,12 +10,16 @@ are in `option_types`; pydantic validates the values.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, field, fields
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from graphquant.errors import UsageError, did_you_mean
+from graphquant.errors import GraphQuantError, UsageError, did_you_mean
 from graphquant.utils.argument_types import is_accepted, parameter_types
 
 if TYPE_CHECKING:
@@ -431,8 +435,82 @@ def resolve_options(
     return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
 
 
+_IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # True while a command runs
+
+# Texts of the command line that name no option of a class below, and the arguments of the public functions.
+_PYTHON_WORDS = {
+    "-o NAME.tflite": "gq.convert_to_tflite(result, 'NAME.tflite')",
+    "--match NAME=OTHER": "outputs={'NAME': 'OTHER'}",
+    "(calibrate --merge)": "(gq.merge_stats)",
+    "--allow-empty (allow_empty=True in Python)": "allow_empty=True",
+    "--force": "force=True",
+    "-o": "path=",
+}
+_COMMAND = r"`[^`]*`|graphquant [a-z]+ [^`\n]*"  # a whole command, which stays as it is
+_OPTION_VALUE = r"(?: ('[^']*'|[^\s;]*[A-Z0-9_=-][^\s;,.]*))?"
+
+
+@contextmanager
+def command_line_words() -> Iterator[None]:
+    """Within this context, errors name the options of the command line instead of arguments."""
+    token = _IN_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _IN_COMMAND.reset(token)
+
+
+@cache
+def _argument_by_flag() -> dict[str, str]:
+    """Return the argument of each option: `data=` for `--data`, `validate=False` for `--no-validate`."""
+    options = (InsertOptions, CalibrateOptions, CompareOptions, ExplainOptions)
+    return {
+        entry.flag: f"{entry.name}={not entry.default if isinstance(entry.default, bool) else ''}"
+        for options_class in options
+        for entry in option_fields(options_class)
+    }
+
+
+def python_words(message: str) -> str:
+    """Return a message with the arguments of the public functions in place of options of the command line."""
+    arguments = _argument_by_flag()
+    phrases = "|".join(map(re.escape, _PYTHON_WORDS))
+    pattern = (
+        rf"(?P<command>{_COMMAND})|(?<![\w-])(?P<phrase>{phrases})(?![\w-])|(?P<flag>--[a-z][a-z-]*){_OPTION_VALUE}"
+    )
+
+    def replace_words(match: re.Match[str]) -> str:
+        argument = arguments.get(match["flag"] or "", "")
+        if match["phrase"]:
+            return _PYTHON_WORDS[match["phrase"]]
+        value = match[4] or ""
+        return f"{argument}{' ' if value and not argument.endswith('=') else ''}{value}" if argument else match[0]
+
+    calls = re.sub(r"(?m)^(?P<indent> +)graphquant (?P<words>.+)$", _python_call, message)
+    return re.sub(pattern, replace_words, calls)
+
+
+def _python_call(match: re.Match[str]) -> str:
+    """Return the call of the public function that does the same as a command, which is on a line of its own."""
+    function, *words = shlex.split(match["words"])
+    arguments, output = list[str](), ""
+    remaining = iter(words)
+    for word in remaining:
+        argument = _argument_by_flag().get(word, "")
+        if word == "-o":
+            output = f".save({next(remaining)!r})"
+        elif argument:
+            arguments.append(f"{argument}{next(remaining)!r}" if argument.endswith("=") else argument)
+        else:
+            arguments.append(repr(word))
+    return f"{match['indent']}gq.{function}({', '.join(arguments)}){output}"
+
+
 def checks_types(function: AnyFunction) -> AnyFunction:
-    """Reject arguments of other types than those of the annotations with a UsageError that names the argument."""
+    """Reject arguments of other types than those of the annotations with a UsageError that names the argument.
+
+    Unless a command calls it, the errors of the function name arguments instead of options of the command line.
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -444,7 +522,11 @@ def checks_types(function: AnyFunction) -> AnyFunction:
                     f"The value of {name} is invalid: it is of the type {type(value).__name__},"
                     f" not {signature.parameters[name].annotation}."
                 )
-        return function(*args, **values)
+        try:
+            return function(*args, **values)
+        except GraphQuantError as error:
+            error.args = error.args if _IN_COMMAND.get() else (python_words(str(error)),)
+            raise
 
     return checked  # type: ignore[return-value]  # it has the signature of the function
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 import graphquant as gq
 from graphquant.errors import GraphQuantError
 from graphquant.utils.argument_types import is_accepted, parameter_types
+from graphquant.utils.options import python_words
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 MODEL, DATA = SAMPLES / "digits_cnn.onnx", SAMPLES / "digits_cnn_calib.npz"
@@ -78,6 +81,69 @@ def test_wrong_types_name_the_option(name: str, option: str, data: st.DataObject
     with pytest.raises(GraphQuantError) as caught:
         function(*positional, **arguments)
     assert option.removesuffix("_list") in str(caught.value) or type(value).__name__ in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+COMMAND_WORD = re.compile(r"(?<![\w-])(--[a-z][a-z-]*|-o)(?![\w-])")
+COMMAND = re.compile(r"`[^`]*`|(graphquant|python) [a-z]+ [^`\n]*")  # a whole command, which a user can run
+
+
+def message_texts() -> Iterator[tuple[str, str]]:
+    """Yield the texts in modules of the public functions that name an option, with values as X."""
+    package = Path(gq.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if (
+            path.relative_to(package).parts[0] in {"cli", "batch", "visualize", "__main__.py"}
+            or path.name == "options.py"
+        ):
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, DOCUMENTED)}
+        nested = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
+        for node in ast.walk(tree):
+            values = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if id(node) not in nested and isinstance(node, ast.JoinedStr | ast.Constant):
+                parts = [str(value.value) if isinstance(value, ast.Constant) else "X" for value in values]
+                if COMMAND_WORD.search(COMMAND.sub("", "".join(parts))) and "".join(parts) not in docstrings:
+                    yield f"{path.name}:{node.lineno}", "".join(parts)
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def test_messages_name_arguments() -> None:
+    """Each option that a message names has an argument, which errors of the public functions name instead."""
+    texts = dict(message_texts())
+    assert len(texts) > 30
+    left = {place: python_words(text) for place, text in texts.items()}
+    assert {place: text for place, text in left.items() if COMMAND_WORD.search(COMMAND.sub("", text))} == {}
+
+
+def test_errors_name_arguments_in_python_and_options_in_commands(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The same error names the argument of a public function, and the option of a command."""
+    (tmp_path / "out.onnx").touch()
+    calls: tuple[tuple[Callable[[], object], tuple[Any, ...], str, str], ...] = (
+        (lambda: gq.insert(MODEL), ("insert", MODEL, "--dry-run"), f"gq.insert({str(MODEL)!r}, data='", "--data"),
+        (
+            lambda: gq.load(MODEL, tags="x"),
+            ("inspect", MODEL, "--tags", "x"),
+            "tags=",
+            "--tags",
+        ),
+        (
+            lambda: gq.insert(MODEL, data="random:4").save(tmp_path / "out.onnx"),
+            ("insert", MODEL, "--data", "random:4", "-o", tmp_path / "out.onnx"),
+            "force=True",
+            "--force",
+        ),
+        (lambda: gq.strip(MODEL), ("strip", MODEL, "--check", MODEL), "everything=True", "--all"),
+    )
+    for function, command, argument, option in calls:
+        with pytest.raises(GraphQuantError) as caught:
+            function()
+        assert argument in str(caught.value)
+        assert not COMMAND_WORD.search(COMMAND.sub("", str(caught.value)))
+        assert option in cli(*command, code=2).stderr
 
 
 VALID = {

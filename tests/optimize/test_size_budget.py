@@ -173,7 +173,7 @@ def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest
     assert result.search.size == model_constant_bytes(result.model) <= 10300
     with pytest.raises(UsageError, match="at least") as raised:
         gq.insert(model, rules="weight_only", size_budget="10%")
-    least = int(str(raised.value).split("--size-budget ")[1].split()[0])
+    least = int(str(raised.value).split("size_budget=")[1].split()[0])
     assert gq.insert(model, rules="weight_only", size_budget=str(least)).search.size == least
 
 
@@ -228,9 +228,9 @@ def test_beside_a_bound(samples: Path) -> None:
 
 def test_what_cannot_be(samples: Path) -> None:
     """A budget that 4 bits exceed tells the least; of families that keep weights float there is none."""
-    with pytest.raises(UsageError, match=r"at least 5,\d+ bytes.* --size-budget 5\d+ or more") as raised:
+    with pytest.raises(UsageError, match=r"at least 5,\d+ bytes.* size_budget=5\d+ or more") as raised:
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
-    least = str(raised.value).split("--size-budget ")[1].split()[0]
+    least = str(raised.value).split("size_budget=")[1].split()[0]
     assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).search.size == int(least)
     with pytest.raises(UsageError, match=r"fake-quant .*float weights"):
         gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")

@@ -76,7 +76,7 @@ def test_missing_ranges_are_reported(samples):
         gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
     assert " 1 tensors " in str(error.value)
     assert "image:0" in str(error.value)
-    assert "--ranges-map" in str(error.value)
+    assert "ranges_map=" in str(error.value)
 
 
 def test_another_type_gives_the_range(samples):
