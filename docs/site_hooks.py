@@ -176,6 +176,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path, create_page in PAGES.items():
+        if (placeholder := files.get_file_from_path(path)) is not None:  # what a checkout has in its place
+            files.remove(placeholder)
         files.append(File.generated(config, path, content=create_page()))
     return files
 
