@@ -12,6 +12,9 @@ an asymmetric type also has the better of both signs.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -39,6 +42,9 @@ SQUARED_MEAN: Final = np.float32(0.05)
 """Squared mean of the inputs relative to their variance, which is not known without data: 0 behind a LayerNorm without
 bias, 0.47 for the positive half of a normal distribution. docs/decisions/0062-algorithms.md has the effect."""
 
+MIN_PARALLEL_ELEMENTS: Final = 1 << 22  # number of values from which threads search the chunks of a weight
+SEARCH_THREADS: Final = min(4, os.cpu_count() or 1)
+
 CHUNK_ELEMENTS: Final = 1 << 17  # values that are searched at once, so that temporary arrays fit into the cache
 
 
@@ -48,13 +54,14 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. The type of `grid` is an integer
     type.
     """
-    scales, zero_points = [], []
-    for blocks in iter_blocks(value, axis, block):
-        step = max(CHUNK_ELEMENTS // block, 1)
-        for start in range(0, len(blocks), step):
-            scale, zero_point = _search_chunk(blocks[start : start + step], grid)
-            scales.append(scale)
-            zero_points.append(zero_point)
+    results: list[tuple[Array, Array]] = []
+    step, search = max(CHUNK_ELEMENTS // block, 1), partial(_search_chunk, grid=grid)
+    with ThreadPoolExecutor(SEARCH_THREADS) as pool:
+        # numpy computes without the lock of the interpreter, and no chunk depends on another one.
+        compute = pool.map if value.size >= MIN_PARALLEL_ELEMENTS else map
+        for blocks in iter_blocks(value, axis, block):
+            results += compute(search, [blocks[start : start + step] for start in range(0, len(blocks), step)])
+    scales, zero_points = zip(*results, strict=True)
     shape = block_scale_shape(value.shape, axis, block)
     scale, zero_point = (np.concatenate(parts).reshape(shape) for parts in (scales, zero_points))
     return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
