@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -27,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 disable_onednn()  # before any test imports TensorFlow
+
+# Else each of the many programs that tests start compiles the whole package, as long as its imports take.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("any machine", deadline=None)  # a shared machine may be slow
 settings.load_profile("any machine")
