@@ -7,16 +7,23 @@ activations and weights. The factors go into the op that produces the channels: 
 RMSNorm, a convolution or a matrix product. If another op reads these channels too, such as the residual branch of an
 encoder, a product with the factors is inserted before the matrix products; the paper leaves these out. Convolutions
 gain as well as transformers.
+
+If only weights are quantized, in blocks, a channel is divided by the power a of its root mean square, so that rounding
+changes the weights of large channels less. Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM
+Compression and Acceleration", equation 5, with the mean square in place of the mean magnitude.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from graphquant.ir import MATRIX_PRODUCT_KINDS, TensorRef, Use, paused_gc
+from graphquant.ir import MATRIX_PRODUCT_KINDS, Parameters, TensorRef, Use, paused_gc
+from graphquant.numerics import IntType, dequantize, quantize
+from graphquant.observers import search_block_params
 from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_algorithm, skipped_target
 from graphquant.optimize.channel_groups import (
     INEXACT_SCALING,
@@ -45,6 +52,7 @@ STRENGTHS: Final = tuple(step / 10 for step in range(11))
 
 MIN_GAIN_DB: Final = 1.0  # predicted gain in dB that a channel group needs
 MIN_GAIN_WITH_FACTOR_OP_DB: Final = 3.0  # predicted gain in dB if an op must be inserted
+MIN_BLOCK_GAIN_DB: Final = 0.05  # predicted gain in dB that weights in blocks need
 SMALL_GAIN: Final = "its errors are predicted to fall by less than {} dB"
 
 NO_TENSOR_SCALE: Final = "none of its tensors is quantized with one scale"
@@ -75,12 +83,15 @@ def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None)
             results.append(skipped_target(SMOOTHQUANT, group.name, obstacle))
         for subgroup in subgroups:
             costs = statistics.rounding_costs(number, subgroup)
-            scaling = None if costs is None or not costs.step_counts else find_best_scaling(costs)
+            is_blockwise = costs is not None and not costs.step_counts
+            find_scaling = partial(find_block_scaling, statistics) if is_blockwise else find_best_scaling
+            scaling = None if costs is None else find_scaling(costs)
+            least_gain = MIN_BLOCK_GAIN_DB if is_blockwise else min_gain
             reason = ""
             if scaling is None:
                 reason = NOT_OBSERVED if costs is None else NO_TENSOR_SCALE
-            elif scaling.gain < min_gain:
-                reason = SMALL_GAIN.format(f"{min_gain:.0f}")
+            elif scaling.gain < least_gain:
+                reason = SMALL_GAIN.format(f"{least_gain:g}")
             elif not rescale_group(edited_model, subgroup, scaling.divisors):
                 reason = INEXACT_SCALING
             if scaling is None or reason:
@@ -123,6 +134,42 @@ def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:
         gain = 10 * np.log10(unscaled_error / costs.total_error(factors))
         if gain > best.gain:
             best = SmoothQuantScaling(divisors=factors, strength=strength, gain=float(gain))
+    return best
+
+
+def find_block_scaling(statistics: ChannelStatistics, costs: RoundingCosts) -> SmoothQuantScaling | None:
+    """Find the best strength for weights in blocks that read a channel group; None if there are none.
+
+    The error of the products is predicted from the rounded weights and the mean squares of the channels.
+    """
+    parameters, weights = Parameters(statistics.model), []
+    sites = {use: site for site in statistics.plan.sites for use in site.uses}
+    for weight in costs.reading_weights:
+        constant, site = weight.constant, sites.get(weight.constant.use)
+        value = parameters.value(constant.tensor)
+        is_searched = site is not None and site.scheme.observe.name == "mse" and isinstance(site.scheme.type, IntType)
+        if site is not None and is_searched and site.axis is not None and site.scheme.block_size and value is not None:
+            weights.append((value, constant.channel_index, site.scheme.grid, site.axis, site.scheme.block_size))
+    power = np.sum([costs.moments[tensor].power for tensor in costs.group.weight_uses], axis=0)
+    if not weights or not (power > 0).any():
+        return None
+
+    def error(divisors: Array) -> float:
+        total = 0.0
+        for value, index, grid, axis, block in weights:
+            scaled = value * divisors[index].astype(np.float32)
+            params = search_block_params(scaled, grid, axis, block)
+            difference = (dequantize(quantize(scaled, params), params) - scaled).astype(np.float64)
+            total += float((np.square(difference) * (power / np.square(divisors))[index]).sum())
+        return total
+
+    magnitudes = np.sqrt(np.maximum(power, power.max() * 1e-8))
+    unscaled_error, best = error(np.ones_like(power)), SmoothQuantScaling(np.ones_like(power), 0.0, 0.0)
+    for strength in STRENGTHS[1::2]:
+        divisors = nearest_powers_of_two(magnitudes**strength)
+        gain = 10 * np.log10(unscaled_error / max(error(divisors), np.finfo(float).tiny)) if unscaled_error else 0.0
+        if gain > best.gain:
+            best = SmoothQuantScaling(divisors=divisors, strength=strength, gain=float(gain))
     return best
 
 

@@ -306,3 +306,55 @@ def test_other_sites_of_the_tensor_may_be_tied(tmp_path: Path) -> None:
         statistics = collect_static_statistics(state.model, replace(state.plan, sites=(*sites, tied)))
         uses = [Use("", "a", 1), Use("", "c", 1)]
         assert smoothquant._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
+
+
+def block_model(path: Path, gain: Any) -> None:
+    """Write a LayerNorm with `gain` and two products, of which the first also scales channels of the second."""
+    rng = np.random.default_rng(0)
+    text = (
+        '<ir_version: 10, opset_import: ["": 21]> g (float[N,64] x) => (float[N,32] y)'
+        " { l = LayerNormalization <axis = -1> (x, g, o) a = MatMul (l, u) r = Relu (a) y = MatMul (r, v) }"
+    )
+    model = onnx.parser.parse_model(text)
+    values = {"g": gain, "o": np.zeros(64), "u": rng.normal(size=(64, 96)) / 8, "v": rng.normal(size=(96, 32)) / 8}
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()
+    )
+    onnx.save(model, path)
+
+
+def block_errors(folder: Path, gain: Any) -> tuple[list[float], gq.Result]:
+    """Return the squared errors on other samples without and with scaling, and the result with it."""
+    rng = np.random.default_rng(1)
+    samples = rng.normal(size=(128, 64)).astype(np.float32)
+    block_model(folder / "float.onnx", gain)
+    np.savez(folder / "data.npz", x=samples[:96])
+    expected = onnx_format.create_runner(gq.load(folder / "float.onnx")).run({"x": samples[96:]})["y"]
+    errors = []
+    for algorithms in ([], ["smoothquant"]):
+        result = gq.insert(
+            folder / "float.onnx",
+            rules=["weight_only_int4"],
+            data=folder / "data.npz",
+            algorithms=algorithms,
+            validate=False,
+        )
+        output = onnx_format.create_runner(result.model).run({"x": samples[96:]})["y"]
+        errors.append(float(np.square(output - expected).sum()))
+    return errors, result
+
+
+def test_weights_in_blocks(tmp_path: Path) -> None:
+    """Large channels of activations in float make the weights in blocks that multiply them more exact."""
+    gain = np.ones(64)
+    gain[[3, 40, 41]] = 12
+    (unscaled, scaled), result = block_errors(tmp_path, gain)
+    assert [entry.target for entry in result.algorithm_results if entry.applied][:1] == ["l"]
+    assert scaled < unscaled * 0.8
+
+
+def test_even_channels_of_blocks(tmp_path: Path) -> None:
+    """Scales that gain nothing are not used, so that the model is that without the algorithm."""
+    (unscaled, scaled), result = block_errors(tmp_path, np.ones(64))
+    assert scaled <= unscaled
+    assert "l" not in [entry.target for entry in result.algorithm_results if entry.applied]
