@@ -190,10 +190,11 @@ def parse_number(label: str, key: str, text: str) -> float:
 def _apply_preset(label: str, model_input: InputSpec, keys: Mapping[str, str]) -> dict[str, str]:
     check_choice(label, "preset", keys.get("preset", "raw"), PIXEL_PRESETS)
     if not keys.keys() & {"preset", "scale", "mean", "std"} and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
+        spec = ",".join([label, *(f"{key}={value}" for key, value in keys.items())])
         raise DataError(
             f"{label}: input {model_input.name!r} takes {model_input.dtype}, and the conversion of pixels is not"
-            f" defined. Define it as in training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or"
-            f" {label},mean=127,std=128."
+            f" defined. Define it as in training: {spec},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or"
+            f" {spec},mean=127,std=128."
         )
     if dtype_kind(numpy_dtype(model_input.dtype)) not in {"int", "float"}:
         raise DataError(

@@ -132,7 +132,7 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
     ("one", "keys", "message"),
     [
         (float_input(1, 3, 5, 5), {}, r"photos,preset=imagenet.* photos,mean=127,std=128"),
-        (float_input(1, 3, 5, 5), {"size": "4"}, "photos,preset=imagenet"),
+        (float_input(1, 3, 5, 5), {"size": "4"}, r"photos,size=4,preset=imagenet.* photos,size=4,mean=127"),
         (float_input(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
         (
             float_input(1, 3, 5, 5),
