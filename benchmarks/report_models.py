@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 from accuracy_models import SEEDED
 from block_models import BLOCKS, SAVED_MODELS
+from further_models import FURTHER
 from oracle import ROOT, truth
 from peers_models import Case, cases, upgraded
 
@@ -45,7 +46,7 @@ def models(given: Path, folder: Path, only: Collection[str]) -> Iterator[Case]:
         yield from (with_all_samples(case) for case in cases(given, folder, names, []))
     if wanted("digits_nested"):
         yield sample_model(ROOT / "sample_models/digits_nested.onnx")
-    for name, make in (SEEDED | BLOCKS).items():
+    for name, make in (SEEDED | BLOCKS | FURTHER).items():
         if not wanted(name):
             continue
         message, data = make()
@@ -175,5 +176,5 @@ SHARED: dict[str, Callable[[str, Path, Path], Case]] = {
 }
 """Functions that create the cases of trained models from other projects."""
 
-NAMES = (*ONNX, "digits_nested", *SEEDED, *BLOCKS, *SAVED_MODELS, *TENSORFLOW, *SHARED)
+NAMES = (*ONNX, "digits_nested", *SEEDED, *BLOCKS, *FURTHER, *SAVED_MODELS, *TENSORFLOW, *SHARED)
 """All models, in the order of the table."""

@@ -131,7 +131,7 @@ DRAWINGS = (
     ),
     Drawing(
         title="Time of a run",
-        text="Processor time relative to float, median of paired sessions. Less is better.",
+        text="Processor time relative to the given float model, median of paired sessions. Less is better.",
         key="ratio",
         ticks=(0.25, 0.5, 1, 2, 4),
         unit=" of float",

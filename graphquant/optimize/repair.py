@@ -89,7 +89,7 @@ MAX_SHIFT_DB = 3.0
 """Largest difference in dB between two ways to measure that is assumed to be the same for other plans. A larger gain by
 algorithms repairs an error that these plans do not have."""
 
-ALGORITHM_SHARE = 0.5  # share of the work that algorithms may take, so that float blocks can follow
+ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges of blocks, so that float blocks can follow
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
 BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
 MIN_BLOCKS = 4  # number of blocks below which each weighted op is a block, because few blocks leave no choice
@@ -432,7 +432,7 @@ class _Repair:
         return 0.0 if calibration is None else self._request.budget.costs.calibration(calibration.count)
 
     def _is_affordable(self, work: float) -> bool:
-        """Return True if an algorithm leaves enough work for float blocks."""
+        """Return True if a trial of other changes leaves enough work for float blocks."""
         return work <= self._request.budget.remaining - self._reserved_work
 
     def _measure(self, recipe: Recipe, *, quick: bool = False) -> float:
@@ -523,6 +523,8 @@ class _Repair:
                 candidates = {index: known for index, known in start.items() if index not in sites[key]}
                 candidates |= {index: name for index in indices if index in sites[key]}
                 trial = replace(recipe, candidates=tuple(sorted(candidates.items())))
+                if not self._is_affordable(self._plan_work(trial, quick=True)):
+                    return recipe, sqnr
                 if self._measure(trial, quick=True) > sqnr:
                     recipe, sqnr = trial, self._measure(trial, quick=True)
             if sqnr < sqnr_before + MIN_GAIN_DB:

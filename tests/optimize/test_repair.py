@@ -147,6 +147,25 @@ def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
     assert result.failures == ()
 
 
+def test_ranges_of_blocks_leave_work_for_float_blocks(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of single blocks are only tried with work that float blocks do not need, and these meet the target."""
+    trials = set()
+    measure = repair._Repair._measure
+
+    def record(self: Any, recipe: Any, *, quick: bool = False) -> float:
+        trials.add(recipe.candidates)
+        return measure(self, recipe, quick=quick)
+
+    monkeypatch.setattr(repair._Repair, "_measure", record)
+    insert_net(outlier_net, algorithms=NO_SCALING)
+    all_trials, trials = trials, set()
+    monkeypatch.setattr(repair._Repair, "_is_affordable", lambda *_: False)
+    trace = insert_net(outlier_net, algorithms=NO_SCALING).search.repair
+    assert len({name for candidates in trials for _, name in candidates}) == len(trials) - 1 < len(all_trials) - 1
+    assert trace.met
+    assert trace.float_blocks
+
+
 @pytest.mark.parametrize("method", ["_try_scaling", "_find_groups", "_search_float_blocks"])
 def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Ctrl-C during any step ends the search with its best plan so far."""
