@@ -81,7 +81,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         folder: True if the output is a folder.
 
     Raises:
-        UsageError: The parent folder is missing or read-only, the output exists, or it is the source.
+        UsageError: The folder cannot be created or is read-only, the output exists, or it is the source.
     """
     remove_stale_files([path])
     if source is not None and path.exists() and source.exists() and path.samefile(source):
@@ -98,14 +98,16 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         raise UsageError(f"{path} is a folder, but the output is a file. Use the path of a file.")
     if path.exists() and not force:
         raise OutputExistsError(f"{path} exists already. Use another output with -o, or --force to replace it.")
-    if not path.parent.is_dir():
-        raise UsageError(f"The folder {path.parent} does not exist. Create it, or use another output with -o.")
+    # Missing folders are created when the output is written.
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir():
+        raise UsageError(f"{existing} is a file, so {path} cannot be written. Use another output with -o.")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):  # permission bits do not show read-only mounts
+        with tempfile.TemporaryFile(dir=existing):  # permission bits do not show read-only mounts
             pass
     except OSError as error:
         raise UsageError(
-            f"The folder {path.parent} is not writable: {error.strerror}. Use another output with -o."
+            f"The folder {existing} is not writable: {error.strerror}. Use another output with -o."
         ) from error
 
 

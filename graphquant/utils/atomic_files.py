@@ -36,6 +36,8 @@ _LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")  # name of the file of `lock_ou
 def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Iterator[IO[bytes]]:
     """Open a temporary file next to `path`, and rename it to `path` if the block ends without an error.
 
+    Missing folders are created.
+
     Args:
         path: The final path. The temporary name begins with its name, so that files of killed processes can be
             recognized.
@@ -47,6 +49,7 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
     # The random part is needed because processes in different containers can have the same process id.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
             yield file
         temporary.replace(path if final_path is None else final_path())
@@ -75,6 +78,7 @@ def make_staging_folder(path: Path) -> Path:
     """
     import tempfile
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.{os.getpid()}."))
 
 
@@ -168,6 +172,7 @@ def lock_output(path: Path) -> Iterator[None]:
     Raises a UsageError if another one has the lock, and an OSError if the lock file cannot be created.
     """
     lock_path, own_locks = path.with_name(f".{path.name}.lock"), _OWN_LOCKS.get()
+    path.parent.mkdir(parents=True, exist_ok=True)
     while lock_path not in own_locks:
         with lock_path.open("ab") as file:
             if not lock_file(file):

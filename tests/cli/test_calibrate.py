@@ -215,7 +215,7 @@ def test_usage(cli: Callable[..., Any], calibration_folder: Path) -> None:
         (["calibrate", *CNN, "-o", "digits_cnn.onnx"], "digits_cnn.onnx is the source model"),
         (["calibrate", *CNN, "-o", "digits_cnn.pb"], "digits_cnn.pb exists already"),
         (["calibrate", *CNN, "-o", "stats.txt"], "stats.txt"),
-        (["calibrate", *CNN, "-o", "nowhere/s.gqs"], "nowhere"),
+        (["calibrate", *CNN, "-o", "digits_cnn.pb/s.gqs"], "digits_cnn.pb is a file"),
     ):
         assert message in cli(*arguments, code=2).stderr
     assert not Path("s.gqs").exists()

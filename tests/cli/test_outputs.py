@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import graphquant as gq
 from graphquant.cli import output as command_output
 from graphquant.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 COMMANDS = {
     "insert --report": (
@@ -84,3 +85,36 @@ def test_full_standard_output(
     monkeypatch.setattr(f"graphquant.cli.{command if command == 'calibrate' else 'insert'}.print_view", fail)
     assert str(output) in cli(command, model, *options, "-o", output, code=2).stderr
     assert output.exists()
+
+
+FOLDERS = {
+    **{name: arguments for name, (arguments, _) in COMMANDS.items()},
+    "calibrate": ("calibrate", "MODEL", "--data", "DATA", "--samples", "4", "-o", "OUT/s.gqs"),
+    "strip": ("strip", "QUANTIZED", "-o", "OUT/float.onnx"),
+    "insert --export-ranges": (
+        *("insert", "MODEL", "--data", "DATA", "--no-validate", "-o", "OUT/a/q.onnx"),
+        *("--export-ranges", "OUT/b/q.encodings"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_missing_folders_of_outputs_are_created(
+    case: str, samples: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """Each command creates the folders of its outputs, and refuses at once a folder whose name is that of a file."""
+    values = {"MODEL": str(samples / "digits_cnn.onnx"), "DATA": str(samples / "digits_cnn_calib.npz")}
+    if case == "strip":
+        values["QUANTIZED"] = str(gq.insert(values["MODEL"], rules="weight_only").save(tmp_path / "q.onnx"))
+
+    def texts(out: Path) -> list[str]:
+        filled = list(FOLDERS[case])
+        for key, value in {**values, "OUT": str(out)}.items():
+            filled = [text.replace(key, value) for text in filled]
+        return filled
+
+    cli(*texts(tmp_path / "new" / "deep"))
+    outputs = [Path(text) for text in texts(tmp_path / "new" / "deep") if str(tmp_path / "new") in text]
+    assert [path.is_file() for path in outputs] == [True] * len(outputs)
+    (tmp_path / "file").touch()
+    assert "is a file" in cli(*texts(tmp_path / "file"), code=2).stderr

@@ -319,9 +319,12 @@ def test_unknown_suffix(tmp_path):
 
 
 def test_writing_to_a_missing_folder(report_of_each_status, tmp_path):
-    """Writing to a missing folder raises UsageError."""
+    """A missing folder is created; if a file has its name, writing raises UsageError."""
+    write_report(tmp_path / "new" / "folder" / "report.json", report_of_each_status)
+    assert read_report(tmp_path / "new" / "folder" / "report.json") == report_of_each_status
+    (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
-        write_report(tmp_path / "nowhere" / "report.json", report_of_each_status)
+        write_report(tmp_path / "file" / "report.json", report_of_each_status)
 
 
 def test_statuses_have_labels_and_codes(report_of_each_status):
