@@ -39,7 +39,7 @@ def mutate_file(rng: random.Random, path: Path) -> str:
         return f"bytes of {path.suffix}"
     try:
         mutator(rng, path)
-    except ValueError:  # an earlier mutation broke the part that is to be changed
+    except (ValueError, IndexError):  # an earlier mutation broke or removed the part that is to be changed
         mutate_bytes(rng, path)
     return f"{getattr(mutator, '__name__', 'mutate_archive').removeprefix('mutate_')} of {path.suffix}"
 

@@ -163,7 +163,7 @@ def load_onnx(path: Path) -> None:
 
 
 def load_tensorflow(path: Path) -> None:
-    """Import a graph into TensorFlow. A Keras file counts as loaded."""
+    """Import a graph into TensorFlow, or a file into TFLite. A Keras file counts as loaded."""
     import tensorflow as tf
     from google.protobuf import text_format
 
@@ -172,6 +172,8 @@ def load_tensorflow(path: Path) -> None:
         if path.is_dir():
             with v1.Session(graph=graph) as session:
                 v1.saved_model.load(session, ["serve"], str(path))
+        elif path.suffix == ".tflite":
+            tf.lite.Interpreter(str(path)).allocate_tensors()
         elif path.suffix == ".meta":
             v1.train.import_meta_graph(str(path))
         elif path.suffix in {".pb", ".pbtxt"}:

@@ -11,6 +11,8 @@ from file_mutations import chance
 if TYPE_CHECKING:
     import random
 
+    import onnx
+
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = ROOT / "sample_models"
 
@@ -21,14 +23,32 @@ RULES = "rules.toml"
 MANIFEST = "graphquant.toml"
 RANGES = "ranges.tflite"
 RANGES_MAP = "ranges.toml"
+PACKED_RULES = "packed.toml"
+
+PACKED_SCHEME = """description = "Weights of products that are stored packed"
+[scheme.block]
+dtype = "uint4"
+zero = "asymmetric"
+per = "block"
+block_size = 32
+family = "onnx-fused"
+args = { form = "packed" }
+[[rule]]
+name = "product"
+producer = { kind = "parameter", min_rank = 2 }
+consumer = { kind = "matmul|gemm", input = "weight" }
+quantize = "block"
+"""
+"""Rules whose results contain MatMulNBits."""
 
 MODEL_WEIGHTS = {
     **dict.fromkeys(("digits_cnn.onnx", "digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_nested.onnx"), 5),
     **dict.fromkeys(("conv.onnx", "depthwise.onnx", "transposed.onnx", "gemm.onnx", "attention.onnx"), 4),
     **dict.fromkeys(("layernorm.onnx", "lstm.onnx", "if.onnx", "loop.onnx", "function.onnx", "float16.onnx"), 4),
-    "external.onnx": 6, "matmul.onnxtxt": 2, "conv.textproto": 2, "gemm.json": 2,
+    "packed.onnx": 8, "external.onnx": 6, "matmul.onnxtxt": 2, "conv.textproto": 2, "gemm.json": 2,
     "digits_cnn.pb": 5, "digits_rnn.pb": 3, "digits_cnn.pbtxt": 2, "digits_cnn.meta": 4,
     "digits_cnn_saved_model": 2.5, "digits_rnn_saved_model": 1.5, "net.keras": 0.2, "digits_cnn.tflite": 6,
+    "digits_cnn_int16.tflite": 3,
 }  # fmt: skip
 """Models, and how often they occur."""
 
@@ -53,8 +73,9 @@ def write_model(folder: Path, name: str) -> None:
     from opsets import GRAPHS
 
     stem, suffix = Path(name).stem, Path(name).suffix
-    if stem in GRAPHS:
-        message = GRAPHS[stem](21 if stem in {"conv", "gemm", "if", "lstm"} else 13)
+    graphs = {**GRAPHS, "packed": build_products}
+    if stem in graphs:
+        message = graphs[stem](21 if stem in {"conv", "gemm", "if", "lstm", "packed"} else 13)
         texts = {".json": "json", ".onnxtxt": "onnxtxt", ".textproto": "textproto"}
         onnx.save(message, str(folder / name), format=texts.get(suffix, "protobuf"))
         shape = [dim.dim_value or 2 for dim in message.graph.input[0].type.tensor_type.shape.dim]
@@ -77,6 +98,14 @@ def write_model(folder: Path, name: str) -> None:
         shutil.copy(SAMPLES / name, folder / name)
 
 
+def build_products(opset: int) -> onnx.ModelProto:
+    """Return two products with a Relu, whose weights are wide enough for blocks."""
+    from opsets import make_model, node, weight
+
+    nodes = [node("MatMul", "x w1", "m"), node("Relu", "m", "r"), node("MatMul", "r w2", "y")]
+    return make_model(opset, nodes, ((3, 64), (3, 32)), [weight("w1", 64, 64), weight("w2", 64, 32)])
+
+
 def write_tensorflow_model(path: Path) -> None:
     """Write a file that only TensorFlow or Keras can write."""
     import numpy as np
@@ -85,6 +114,9 @@ def write_tensorflow_model(path: Path) -> None:
     if path.suffix == ".tflite":
         converter = tf.lite.TFLiteConverter.from_saved_model(str(SAMPLES / "digits_cnn_saved_model"))
         images = np.load(SAMPLES / "digits_cnn_calib.npz")["image"]
+        if path.stem.endswith("int16"):
+            kind = tf.lite.OpsSet.EXPERIMENTAL_TFLITE_BUILTINS_ACTIVATIONS_INT16_WEIGHTS_INT8
+            converter.target_spec.supported_ops = [kind]
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
         converter.representative_dataset = lambda: ([image[None]] for image in images)
         path.write_bytes(converter.convert())
@@ -107,16 +139,19 @@ def write_inputs(folder: Path, name: str) -> None:
     from support.cli import invoke_cli
 
     model, quantized = folder / name, folder / quantized_name(name)
+    (folder / PACKED_RULES).write_text(PACKED_SCHEME)
+    other_rules = {"packed.onnx": folder / PACKED_RULES, "float16.onnx": "weight_only"}
+    rule_options = ["--rules", other_rules[name]] if name in other_rules else []
     commands: list[list[object]] = [
-        ["insert", model, "--data", folder / DATA, "-o", quantized, "--no-validate"],
+        ["insert", model, "--data", folder / DATA, "-o", quantized, "--no-validate", *rule_options],
         ["plan", model, "--format", "json", "-o", folder / PLAN],
         ["calibrate", model, "--data", folder / DATA, "-o", folder / STATS],
     ]
     for command in commands if format_of(name) != "tflite" else ():
         if (result := invoke_cli(*command)).exit_code:
             raise SystemExit(f"{name}: {command}: {result.output}")
-    rules = ROOT / "rules" / ("onnxruntime.toml" if format_of(name) == "onnx" else "tflite.toml")
-    shutil.copy(rules, folder / RULES)
+    rule_file = ROOT / "rules" / ("onnxruntime.toml" if format_of(name) == "onnx" else "tflite.toml")
+    shutil.copy(rule_file, folder / RULES)
     (folder / MANIFEST).write_text(
         f'[defaults]\noutput = "out/{{stem}}.quant{{suffix}}"\nrules = ["{RULES}"]\nmin_sqnr = 5\nsamples = 4\n\n'
         f'[[model]]\npath = "{name}"\ndata = "{DATA}"\nmax_size = "2MB"\nmin_quantized = "10%"\n'
@@ -153,6 +188,8 @@ NO_DATA_RULES = ("fixed_point", "weight_only", "weight_only_int4", "weight_only_
 def insert_options(rng: random.Random) -> list[str]:
     """Return options of insert, mostly none."""
     options = (["--float-weights"], ["--allow-empty"], ["--no-validate"], ["--samples", "5"], ["--method", "entropy"])
+    if chance(rng, 0.1):
+        return ["--io", rng.choice(("int8", "uint8", "int16"))]
     return rng.choice(options) if chance(rng, 0.3) else []
 
 
@@ -196,6 +233,12 @@ def commands(rng: random.Random, name: str) -> dict[str, tuple[float, Command]]:
         "data check": (4, (["data", "check", model, DATA], [model, DATA, DATA])),
         "rules check": (6, (["rules", "check", RULES], [RULES])),
     }  # fmt: skip
+    if format_of(name) == "onnx":
+        packed = [*insert, "--rules", PACKED_RULES]
+        table["insert, packed"] = 4, (packed, [model, model, PACKED_RULES])
+    if name.endswith("saved_model"):
+        convert = ["insert", model, "-o", "out.tflite", "--data", DATA, "--rules", rng.choice(("tflite", "tflite16"))]
+        table["insert to TFLite"] = 3, (convert, [model, model, DATA])
     if format_of(name) == "tensorflow":
         ranges = [*insert, "--ranges", RANGES, "--data", DATA]
         ranges += ["--ranges-map", RANGES_MAP] if name.startswith("digits_cnn") else []

@@ -71,8 +71,8 @@ def test_calibrated_model_with_bodies(samples: Path, tmp_path: Path) -> None:
     shown = ["inspect", model, "--stats", "stats.gqs"]
     assert_equal(
         tmp_path,
-        *calls(model, "--data", data),
-        ["calibrate", model, "--data", data, "-o", "stats.gqs"],
+        *calls(model, "--data", data, "--samples", 16),
+        ["calibrate", model, "--data", data, "--samples", 16, "-o", "stats.gqs"],
         shown,
         [*shown, "--format", "json"],
         [*shown, "--html", "page.html"],

@@ -121,6 +121,7 @@ def test_other_functions_take_each_form(form: str, arrays, from_file) -> None:
     assert gq.check_data(MODEL, FORMS[form](arrays), samples=4).samples == 4
 
 
+@pytest.mark.slow
 def test_tf_datasets(arrays, from_file) -> None:
     """A tf.data.Dataset that shuffles is read once."""
     tensorflow = pytest.importorskip("tensorflow")

@@ -254,6 +254,7 @@ def test_unknown_backends():
         check_quantized_model(gq.Model(format="onnx"), "onnxrutime")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["digits_cnn.pb", "digits_cnn_saved_model"])
 def test_own_weights_have_the_right_axis(model, samples, tmp_path):
     """FakeQuant per channel quantizes the last axis, also if the file has no shape of its output."""
