@@ -28,6 +28,7 @@ from graphquant.api.models import as_model, load_source, omission_notes
 from graphquant.api.plan import prepare_and_plan
 from graphquant.api.result import Result, make_result
 from graphquant.backends import judge_ops
+from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
 from graphquant.calibration import (
     CalibrationRun,
     Stats,
@@ -424,7 +425,9 @@ def _make_workspace(
     else:
         stats = _provide_stats(source, state, data, settings, progress, full_histograms=full_histograms)
         folds = ()
-    return Workspace(state=state, stats=stats, build=_make_build(state, stats, data, settings), folds=folds)
+    # Searches show their own progress. Without data, the ranges of the weights are all the work.
+    build = _make_build(state, stats, data, settings, progress if stats is None else None)
+    return Workspace(state=state, stats=stats, build=build, folds=folds)
 
 
 def _provide_folds(
@@ -500,7 +503,7 @@ def _judge_execution(result: Result) -> Result:
         unjudged_reason = check_runtime_accepts(
             result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
         )
-    if result.model.traits.judgeable:
+    if result.model.traits.judgeable and model_constant_bytes(result.model) <= MAX_EXAMINED_BYTES:
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)
@@ -521,10 +524,19 @@ def _measure_time(result: Result, prepared: Model, data: CalibrationData) -> Res
 
 
 def _make_build(
-    state: PreCalibrationState, stats: Stats | None, data: CalibrationData, settings: InsertOptions
+    state: PreCalibrationState,
+    stats: Stats | None,
+    data: CalibrationData,
+    settings: InsertOptions,
+    progress: Progress | None,
 ) -> BuildModel:
     return partial(
-        build_model, state.model, stats=stats, calibration_data=data.calibration, float_weights=settings.float_weights
+        build_model,
+        state.model,
+        stats=stats,
+        calibration_data=data.calibration,
+        float_weights=settings.float_weights,
+        progress=progress,
     )
 
 

@@ -37,6 +37,7 @@ from graphquant.optimize.weighted_ops import find_weighted_ops
 from graphquant.quantize import Plan, Site, Skip, SkipCode, Solution, solve_scales
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
 from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
+from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -118,14 +119,21 @@ class BuiltModel:
 
 
 def build_model(
-    prepared: Model, plan: Plan, *, stats: Stats | None, calibration_data: Dataset | None, float_weights: bool
+    prepared: Model,
+    plan: Plan,
+    *,
+    stats: Stats | None,
+    calibration_data: Dataset | None,
+    float_weights: bool,
+    progress: Progress | None = None,
 ) -> BuiltModel:
     """Solve the scales of a plan, run its optimization algorithms, and rewrite the graph.
 
-    Raises a DataError if a sample cannot be read.
+    `progress` receives the megabytes of the weights whose scales are known. Raises a DataError if a sample
+    cannot be read.
     """
     sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
-    solution = solve_scales(prepared, plan, sketches, unobservable)
+    solution = solve_scales(prepared, plan, sketches, unobservable, stage_progress(progress, "weights, MB"))
     edits = run_postcalibration_algorithms(prepared, solution, plan, calibration_data)
     return _rewrite_edited(edits, float_weights=float_weights)
 

@@ -7,7 +7,7 @@ work of another: tied sites stay tied, scales only grow, and biases, which depen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +58,8 @@ from graphquant.quantize.ties import (
 
 TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers cannot represent"
 
+FLOAT32_BYTES, MEGABYTE = 4, 10**6
+MIN_REPORTED_BYTES = 1 << 28  # weights of less are read at once
 SENTINEL_SIZE = 5_000.0  # smallest magnitude of values that stand for "none", as masks of -10000 do
 LARGEST_MASK = 1e30  # beyond it, rounding to a scale could give infinity
 SENTINEL_GAP = 256.0  # smallest quotient of such values and the largest ordinary one
@@ -68,14 +70,18 @@ IS_SENTINEL = (
 
 
 def find_site_ranges(
-    state: SolverState, sketches: Mapping[TensorRef, Sketch], unobservable: Mapping[TensorRef, str]
+    state: SolverState,
+    sketches: Mapping[TensorRef, Sketch],
+    unobservable: Mapping[TensorRef, str],
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Give each site that follows no other one its own range, the scale from the plan, or a skip.
 
-    Raises a ModelError if a weight holds NaN or infinity.
+    `progress` receives the megabytes of the weights that were read, and of all. Raises a ModelError if a weight holds
+    NaN or infinity.
     """
     reached: dict[str, bool] = {}  # by graph with quantized activations
-    for index, site in enumerate(state.sites):
+    for index, site in _with_progress(state, progress):
         follows_others = takes_original_scale(site) or (site.scheme.observe.name == "bias" and site.range is None)
         if site.scheme.range == "dynamic" or (site.scale is None and follows_others):
             continue
@@ -97,6 +103,18 @@ def find_site_ranges(
         except DataError as error:
             state.skip_site(index, SkipCode.RANGE, unobservable.get(site.tensor, str(error)))
     _skip_weights_in_bodies(state, {name for name, is_reached in reached.items() if name and not is_reached})
+
+
+def _with_progress(state: SolverState, progress: Callable[[int, int], None] | None) -> Iterator[tuple[int, Site]]:
+    """Yield the sites with their indices, and report the weights of those before in megabytes."""
+    shapes = (state.parameters.shape(site.tensor) if site.parameter else () for site in state.sites)
+    sizes = [FLOAT32_BYTES * math.prod(size or 0 for size in shape or ()) for shape in shapes]
+    done, total = 0, sum(sizes)
+    for index, site in enumerate(state.sites):
+        yield index, site
+        done += sizes[index] if index < len(sizes) else 0  # a site may have been divided since
+        if progress is not None and total >= MIN_REPORTED_BYTES:
+            progress(done // MEGABYTE, total // MEGABYTE)
 
 
 def _skip_weights_in_bodies(state: SolverState, unreached: set[str]) -> None:
@@ -410,7 +428,11 @@ RANGE_NOT_TRAINED = "its range is in variables without a gradient; only FakeQuan
 
 @paused_gc()
 def solve_scales(
-    model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch], unobservable: Mapping[TensorRef, str] | None = None
+    model: Model,
+    plan: Plan,
+    sketches: Mapping[TensorRef, Sketch],
+    unobservable: Mapping[TensorRef, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Solution:
     """Solve for scale and zero point of every site.
 
@@ -422,7 +444,7 @@ def solve_scales(
     """
     check_plan(model, plan)
     state = SolverState(model, plan)
-    find_site_ranges(state, sketches, unobservable or {})
+    find_site_ranges(state, sketches, unobservable or {}, progress)
     skip_uneven_concats(state)
     share_scales(state)
     _round_scales_like_family(state)

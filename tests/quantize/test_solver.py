@@ -26,6 +26,7 @@ from graphquant.quantize import (
     explain_scale,
     saturates_like_clip,
     solve_scales,
+    solver,
 )
 from graphquant.quantize.solver import RANGE_NOT_TRAINED
 from graphquant.rules import ObserverConfig, Scheme
@@ -989,3 +990,13 @@ def test_the_channels_of_a_depthwise_kernel_lie_on_two_axes():
     assert re.search("^2 of 4 ", change.message)
     kernel = np.ones(6, np.float32)
     assert solve_scales(model, given, {}).skips[0].code is SkipCode.RANGE
+
+
+def test_progress_in_megabytes(tmp_path, monkeypatch):
+    """The size of the weights that are done and of all weights is reported, unless they are small."""
+    model, plan = gemm(tmp_path, np.ones((500, 1000), np.float32)), make_plan(W)
+    reports = []
+    solve_scales(model, plan, {}, progress=lambda *counts: reports.append(counts))
+    monkeypatch.setattr(solver, "MIN_REPORTED_BYTES", 0)
+    solve_scales(model, plan, {}, progress=lambda *counts: reports.append(counts))
+    assert reports == [(2, 2)]
