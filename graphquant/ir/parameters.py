@@ -1,4 +1,4 @@
-"""Parameters: tensors whose value is known before the model runs.
+"""Parameters, tensors whose value is known before the model runs, and states, which one run passes to the next.
 
 Constants and variables are parameters. So are the results of Identity, Enter, Switch and ReadVariableOp on a
 parameter, the results of pure ops on parameters only, and arguments of functions if every caller passes a parameter.
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir.kinds import FORWARDING_KINDS, QUANTIZATION_KINDS, STORED_KINDS
+from graphquant.ir.kinds import (
+    CONCATENATING_KINDS,
+    DATA_MOVEMENT_KINDS,
+    FORWARDING_KINDS,
+    QUANTIZATION_KINDS,
+    STORED_KINDS,
+    TRANSPARENT_KINDS,
+)
 from graphquant.ir.traversal import follow_to_end, reachable
 from graphquant.ir.types import Op, Shape, TensorRef, Use
 
@@ -232,3 +239,33 @@ def require_finite_weight(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.
             " tensor with --exclude."
         )
     return value
+
+
+def find_states(model: Model) -> dict[str, TensorRef]:
+    """Return the tensor that an output of the main graph returns as the next value of each input that is a state.
+
+    A state is an input, such as past keys, whose values are part of an output, the present keys: the ops between them
+    only move and join values, or are attention, which appends to its past states.
+    """
+    graph, joining_kinds = model.main, DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS
+    outputs = {slot for name in graph.outputs for slot in graph.slots(name)[:1]}
+
+    def next_values(tensor: TensorRef) -> list[TensorRef]:
+        following = []
+        for use in graph.consumers(tensor):
+            op = graph.op(use.op) if use.graph == graph.name else None
+            if op is not None and op.kind in joining_kinds and op.role(use.slot) == "input":
+                following += [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
+            elif op is not None and op.kind == "attention" and op.role(use.slot) == "state":
+                port = 1 + op.roles[: use.slot].count("state")
+                following += [TensorRef(graph.name, op.name, port)] if port < len(op.outputs) else []
+        return following
+
+    states: dict[str, TensorRef] = {}
+    for name in graph.inputs:
+        start, dtype = TensorRef(graph.name, name), graph.op(name).outputs[0].dtype
+        moved = reachable([start], next_values)[1:] if dtype is not None and "float" in dtype else []
+        presents = [tensor for tensor in moved if tensor in outputs]
+        if len(presents) == 1:
+            states[name] = presents[0]
+    return states

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
-
-from graphquant.ir.kinds import CONCATENATING_KINDS, DATA_MOVEMENT_KINDS, TRANSPARENT_KINDS
-from graphquant.ir.types import TensorRef
-
-if TYPE_CHECKING:
-    from graphquant.ir.graph import Model
+from typing import TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -52,36 +46,6 @@ def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) 
     graph.add_edges_from(edges)
     order = {node: position for position, node in enumerate(graph)}
     return [sorted(group, key=order.__getitem__) for group in nx.connected_components(graph)]
-
-
-def find_states(model: Model) -> dict[str, TensorRef]:
-    """Return the tensor that an output of the main graph returns as the next value of each input that is a state.
-
-    A state is an input, such as past keys, whose values are part of an output, the present keys: the ops between them
-    only move and join values, or are attention, which appends to its past states.
-    """
-    graph, joining_kinds = model.main, DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS
-    outputs = {slot for name in graph.outputs for slot in graph.slots(name)[:1]}
-
-    def next_values(tensor: TensorRef) -> list[TensorRef]:
-        following = []
-        for use in graph.consumers(tensor):
-            op = graph.op(use.op) if use.graph == graph.name else None
-            if op is not None and op.kind in joining_kinds and op.role(use.slot) == "input":
-                following += [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
-            elif op is not None and op.kind == "attention" and op.role(use.slot) == "state":
-                port = 1 + op.roles[: use.slot].count("state")
-                following += [TensorRef(graph.name, op.name, port)] if port < len(op.outputs) else []
-        return following
-
-    states: dict[str, TensorRef] = {}
-    for name in graph.inputs:
-        start, dtype = TensorRef(graph.name, name), graph.op(name).outputs[0].dtype
-        moved = reachable([start], next_values)[1:] if dtype is not None and "float" in dtype else []
-        presents = [tensor for tensor in moved if tensor in outputs]
-        if len(presents) == 1:
-            states[name] = presents[0]
-    return states
 
 
 def unique_name(name: str, *used: Container[str]) -> str:
