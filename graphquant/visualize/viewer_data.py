@@ -50,14 +50,15 @@ def box_label(box: Box) -> str:
 
     `/layer1/layer1.0/conv1/Conv` is `conv1`. `/stft/Slice_1` is `stft/Slice_1`, to tell it from the other ops of its
     scope. An op whose name has no such part is named after its weight: `Conv_4`, which reads `stem.conv.weight`, is
-    `stem.conv`. The label of an op that only has the name of its type is "".
+    `stem.conv`. A number has its scope or its type before it: `/layers/3/Conv` is `layers/3`, and `123` is `Conv 123`.
+    The label of an op that only has the name of its type is "".
     """
     name, op_type = box.op.name, box.op.type
     parts = all_parts = [part for part in name.partition(";")[0].split("/") if part] or [name]
     while len(parts) > 1 and _is_op_type(_COUNTER.sub("", parts[-1]), op_type):
         parts = parts[:-1]
     if len(parts) < len(all_parts) or box.op.kind in BOUNDARY_KINDS:
-        return parts[-1]
+        return "/".join(parts[-2:]) if len(parts) > 1 and parts[-1].isdigit() else _numbered(parts[-1], box.op)
     last = _NUMBER.sub("", parts[-1])
     is_type = not last or _is_op_type(last, op_type)
     if len(parts) > 1:
@@ -68,7 +69,12 @@ def box_label(box: Box) -> str:
     owner = re.split(r"[./]", weight)[:-1]
     if owner and owner[0] != name and any(map(str.isidentifier, owner)):
         return weight[: len(".".join(owner))]
-    return "" if name == op_type else name
+    return "" if name == op_type else _numbered(name, box.op)
+
+
+def _numbered(name: str, op: Op) -> str:
+    """Return a name, behind the type of its op if it is a number."""
+    return f"{op.type or op.kind} {name}" if name.isdigit() else name
 
 
 _COUNTER = re.compile(r"__\d+$")  # appended to unique names by tf2onnx

@@ -302,6 +302,8 @@ def test_no_cell_starts_off_screen(
         ("Relu", "Relu", ""),
         ("Conv", "Conv_12", "backbone.stem"),
         ("Relu", "Relu_13", "Relu_13"),
+        ("Relu", "123", "Relu 123"),
+        ("Relu", "/layers/3/Relu", "layers/3"),
         ("CONV_2D", "net/act/Relu;net/bn/FusedBatchNormV3;net/conv/Conv2D", "act"),
     ],
 )
