@@ -14,7 +14,6 @@ import numpy as np
 from graphquant import formats
 from graphquant.calibration.data.dataset import Dataset, Feed, MemoryData, open_data, split_by_signature
 from graphquant.calibration.data.fit import MissingArrayError, numpy_dtype
-from graphquant.calibration.data.model_inputs import find_input_uses
 from graphquant.errors import DataError
 from graphquant.ir import find_states
 from graphquant.utils.text import format_shape
@@ -50,10 +49,9 @@ def complete_decoder_data(model: Model, spec: str | MemoryData) -> str | MemoryD
         return spec
     inputs = formats.format_module(model.format).input_specs(model)
     missing = _missing_array(spec, inputs)
-    uses = find_input_uses(model, inputs) if missing is not None else {}
-    tables = (entry for entry in inputs if entry.name in uses and uses[entry.name].table_rows)
-    ids = next((entry for entry in tables if _generated_values(entry, 0, 1) is None), None)
-    if missing is None or ids is None or _missing_array(spec, [ids]) is not None:
+    tokens = (entry for entry in inputs if "int" in entry.dtype and _generated_values(entry, 0, 1) is None)
+    ids = missing and next((entry for entry in tokens if _missing_array(spec, [entry]) is None), None)
+    if missing is None or ids is None:
         return spec  # complete, or opened later with an error
     others = [entry for entry in inputs if entry.name not in states and entry is not ids]
     unknown = next((entry for entry in others if _generated_values(entry, 0, 1) is None), None)

@@ -9,6 +9,7 @@ import onnx
 import pytest
 from support.decoders import Decoder, build_decoder, feeds, state_names
 from support.onnx_models import onnx_model, run_onnx
+from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
 from graphquant.calibration.data import MemoryData, open_data
@@ -79,6 +80,16 @@ def test_forms_of_ids(form: str, tmp_path: Path) -> None:
     data = {"file": str(tmp_path / "ids.npy"), "array": IDS, "list": [IDS[:1], {"input_ids": IDS[1:2, :7]}]}[form]
     dataset, _ = open_ids(model, data)
     assert dataset.count == (2 if form == "list" else len(IDS)) * (1 + STEPS)
+
+
+@needs_shared_models
+def test_states_of_keys_and_values() -> None:
+    """A state may be keys and values in one tensor, and ids may be read by another op than Gather."""
+    model = gq.load(SHARED_MODELS / "odd" / "tiny_gpt2_past.onnx")
+    dataset, _ = open_ids(model, {"input_ids": IDS.astype(np.int32)})
+    prompt, step = list(dataset)[:2]
+    assert (prompt["past_0"].shape, step["past_0"].shape) == ((2, 1, 4, 0, 8), (2, 1, 4, TOKENS - 1 - STEPS, 8))
+    assert np.abs(step["past_4"]).max() > 0
 
 
 def test_padding_is_no_text(tmp_path: Path) -> None:
