@@ -82,10 +82,12 @@ class StoredQuantization:
 
     index: int  # position in the graph's list of tensors
     sizes: tuple[int, ...]  # Sizes stored in the file. `Output.shape` has None for those that may change.
-    # float32 (C,), real units per step; (0,) if the tensor is not quantized.
+    # Real units per step, float32 (C,); (0,) if the tensor is not quantized. With `block`, float16 or float32 of the
+    # tensor's rank, and so are zero points.
     scale: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
     zero_point: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.int64))  # int64 (C,), steps
-    axis: int = 0  # axis of the scales if there are several
+    axis: int = 0  # axis of the scales or blocks if there are several
+    block: int = 0  # number of elements along `axis` that share one scale; 0 without blocks
     # float32 (C,), smallest value during training or calibration; usually (0,).
     low: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
     high: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))  # float32 (C,), largest value

@@ -179,7 +179,8 @@ def _stored_annotation(stored_tensor: StoredScaleTensor) -> Annotation:
     drawn = None
     if stored.scale.size and stored.scale.size == stored.zero_point.size:
         axis = stored.axis if stored.scale.size > 1 else None
-        drawn = DrawnParams(scale=stored.scale, zero_point=stored.zero_point, axis=axis)
+        block = stored.block or None
+        drawn = DrawnParams(scale=stored.scale, zero_point=stored.zero_point, axis=axis, block_size=block)
         with suppress(ValueError):  # an int64 bias: its range is of no interest
             limits = IntType.parse(dtype).limits()
             scale, zero_point = stored.scale.astype(np.float64), stored.zero_point.astype(np.float64)

@@ -188,7 +188,7 @@ def _dot_label(graph: Graph, op: Op, parameters: Parameters) -> str:
     for output in op.outputs:
         stored = output.quantization
         if stored is not None and stored.scale.size and stored.zero_point.size:
-            text += f"\n{output.dtype} scale {_scale_range_text(stored.scale)} zp {stored.zero_point[0]}"
+            text += f"\n{output.dtype} scale {_scale_range_text(stored.scale)} zp {stored.zero_point.flat[0]}"
     return _dot_quoted(text)
 
 

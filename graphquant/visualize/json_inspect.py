@@ -72,6 +72,7 @@ class StoredParameters(JsonObject):
     scales: Numbers = at("scale")
     zero_points: Integers = at("zero_point")
     quantized_dimension: int = at("axis")
+    block_size: int = at("block")
 
 
 def _shape_signature(tensor: StoredScaleTensor) -> list[int]:
@@ -82,7 +83,7 @@ def _shape_signature(tensor: StoredScaleTensor) -> list[int]:
 def _scale_of_tensor(stored: StoredQuantization) -> tuple[float, int]:
     """Return the scale and zero point of the whole tensor; zeros if there is not exactly one."""
     single = stored.scale.size == stored.zero_point.size == 1
-    return (float(stored.scale[0]), int(stored.zero_point[0])) if single else (0.0, 0)
+    return (float(stored.scale.item()), int(stored.zero_point.item())) if single else (0.0, 0)
 
 
 class StoredTensor(JsonObject):

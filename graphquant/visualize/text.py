@@ -180,7 +180,13 @@ def _counts_text(counts: Counter[str]) -> str:
 
 def _runtime_lines(result: Result) -> list[RenderableType]:
     """Count the ops that the installed onnxruntime runs on integers, and list the first costly ones in float."""
+    # only results need them
+    from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
+    from graphquant.optimize.size_budget import model_constant_bytes
+
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
+    if not verdicts and result.model.traits.judgeable and model_constant_bytes(result.model) > MAX_EXAMINED_BYTES:
+        return [plain_line("note: the model is too large to examine how ONNX Runtime runs each op")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
     message = f"onnxruntime runs {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
@@ -502,7 +508,7 @@ QUANTIZATION_COLUMNS: tuple[Column[QuantizationOp], ...] = (
 def _stored_dtype_text(tensor: StoredScaleTensor) -> str:
     stored = tensor.stored
     channels = f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""
-    return (tensor.output.dtype or "?") + channels
+    return (tensor.output.dtype or "?") + channels + (f" by {stored.block}" if stored.block else "")
 
 
 def _stored_range_text(stored: StoredQuantization) -> str:

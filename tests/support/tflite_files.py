@@ -71,6 +71,7 @@ CHILDREN: dict[str, Any] = {
     "tensors": ops.TENSOR,
     "operators": ops.OPERATOR,
     "quantization": ops.QUANTIZATION,
+    "details": ops.BLOCKWISE,
     "builtin_options": ops.WHILE_OPTIONS,
     "sparsity": {},
 }

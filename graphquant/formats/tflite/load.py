@@ -12,7 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _NON_NUMERIC_DTYPES: Final = frozenset({"string", "resource", "variant"})
 _PACKED_DTYPES: Final = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
+
+BLOCKWISE_DETAILS: Final = ops.DETAILS[2]
 
 _MAX_SUBGRAPHS: Final = 10_000  # limit on the subgraphs of a file, above that of any real model
 
@@ -228,7 +230,12 @@ class _ModelReader:
             self._fill_graph(self._model.graphs[name], table)
 
     def _fill_graph(self, graph: Graph, table: _FlatTable) -> None:
-        tensors = [self._read_tensor(*entry) for entry in enumerate(table.tables("tensors", ops.TENSOR))]
+        tables = table.tables("tensors", ops.TENSOR)
+        tensors = [self._read_tensor(*entry) for entry in enumerate(tables)]
+        for index, tensor in enumerate(tables):
+            quantization = tensor.table("quantization", ops.QUANTIZATION)
+            if quantization is not None and _details_name(quantization) == BLOCKWISE_DETAILS:
+                tensors[index] = _with_block_scales(tensors, index, quantization)
         nodes = table.tables("operators", ops.OPERATOR)
         scope = _SubgraphScope(graph, tensors)
         graph.inputs = [scope.add_source("input", index) for index in scope.tensor_indices(table, "inputs")]
@@ -338,7 +345,6 @@ def _read_quantization(index: int, sizes: tuple[int, ...], table: _FlatTable) ->
     quantization = table.table("quantization", ops.QUANTIZATION)
     if quantization is None:
         return StoredQuantization(index=index, sizes=sizes)
-    details = quantization.number("details_type", "B")
     return StoredQuantization(
         index=index,
         sizes=sizes,
@@ -347,8 +353,54 @@ def _read_quantization(index: int, sizes: tuple[int, ...], table: _FlatTable) ->
         axis=quantization.number("quantized_dimension", "i"),
         low=quantization.array("min", "float32"),
         high=quantization.array("max", "float32"),
-        details=ops.DETAILS[details] if details < len(ops.DETAILS) else f"unknown form {details}",
+        details=_details_name(quantization),
     )
+
+
+def _details_name(quantization: _FlatTable) -> str:
+    """Return the name of a quantization that is not one scale per tensor or channel, else ""."""
+    number: int = quantization.number("details_type", "B")
+    return ops.DETAILS[number] if number < len(ops.DETAILS) else f"unknown form {number}"
+
+
+def _with_block_scales(tensors: Sequence[_TensorEntry], index: int, quantization: _FlatTable) -> _TensorEntry:
+    """Return a tensor with the scales and zero points of its blocks, which other tensors of its graph hold.
+
+    The axis of the blocks is the one along which there are fewer scales than elements. A field `details` that is
+    absent leaves the tensor without scales.
+    """
+    entry = tensors[index]
+    blockwise, stored = quantization.table("details", ops.BLOCKWISE), entry.output.quantization
+    if blockwise is None or stored is None:
+        return entry
+    label, sizes = f"the tensor {entry.output.name!r} with blocks", stored.sizes
+    block, scales = blockwise.number("block_size", "i"), _constant_at(tensors, blockwise.number("scales", "i"))
+    if scales is None or scales.dtype.kind != "f" or block < 1:
+        raise _damaged_file_error(f"{label} has no scales, or the block size {block}")
+    axes = [axis for axis, size in enumerate(sizes) if scales.shape == _block_counts(sizes, axis, block)]
+    if not axes and sizes and scales.size == math.prod(_block_counts(sizes, len(sizes) - 1, block)):
+        axes = [len(sizes) - 1]  # a flat list of scales
+    if not axes:
+        raise _damaged_file_error(f"{label} of {block} has the shape {list(sizes)} and {list(scales.shape)} scales")
+    shape = _block_counts(sizes, axes[-1], block)
+    number = blockwise.number("zero_points", "i")  # symmetric weights have the index -1, or by default 0
+    values = _constant_at(tensors, number) if number > 0 else None
+    if values is not None and values.size != scales.size:
+        raise _damaged_file_error(f"{label} has {scales.size} scales and {values.size} zero points")
+    zeros = np.broadcast_to(np.int64(0), shape) if values is None else values.reshape(shape)
+    blocks = replace(stored, scale=scales.reshape(shape), zero_point=zeros, axis=axes[-1], block=block)
+    return entry._replace(output=replace(entry.output, quantization=blocks))
+
+
+def _block_counts(sizes: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
+    """Return the number of scales along each axis."""
+    return (*sizes[:axis], -(-sizes[axis] // block), *sizes[axis + 1 :]) if sizes else ()
+
+
+def _constant_at(tensors: Sequence[_TensorEntry], index: int) -> Array | None:
+    """Return the value of the constant with an index, None if there is none."""
+    read_value = tensors[index].value if 0 <= index < len(tensors) else None
+    return None if read_value is None else read_value()
 
 
 def _claim_name(name: str, used_names: dict[str, int]) -> str:

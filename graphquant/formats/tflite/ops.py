@@ -25,6 +25,7 @@ TENSOR: Final = _number_fields(
     "shape type buffer name quantization is_variable sparsity shape_signature has_rank variant_tensors external_buffer"
 )
 QUANTIZATION: Final = _number_fields("min max scale zero_point details_type details quantized_dimension")
+BLOCKWISE: Final = _number_fields("scales zero_points block_size")
 OPERATOR: Final = _number_fields("opcode_index inputs outputs builtin_options_type builtin_options")
 OPERATOR_CODE: Final = _number_fields("deprecated_builtin_code custom_code version builtin_code")
 BUFFER: Final = _number_fields("data offset size")

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from support.tflite_files import Writer, ints
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -90,6 +91,84 @@ def test_scales_belong_to_tensors(build_tflite, full_tflite_model):
     assert [(covered.op, covered.quantized) for covered in summary.coverage] == [("y", True)]
 
 
+def blockwise_file(
+    values: np.ndarray, sizes: tuple[int, ...], zeros: np.ndarray | None = None, **details: int
+) -> bytes:
+    """A file with the int4 weight `w`, whose scales are in the tensor `s` and whose zero points are in `z`."""
+    tensors = [
+        {"name": "x", "shape": ints(1, sizes[-1])},
+        {
+            "name": "w",
+            "shape": ints(*sizes),
+            "type": ("b", 17),
+            "buffer": ("I", 1),
+            "quantization": {
+                "details_type": ("B", 2),
+                "details": {name: ("i", number) for name, number in {"scales": 2, **details}.items()},
+            },
+        },
+        {"name": "s", "shape": ints(*values.shape), "type": ("b", 1), "buffer": ("I", 2)},
+    ]
+    buffers = [{}, {"data": np.full(np.prod(sizes) // 2, 0x7F, np.uint8)}, {"data": values.view(np.uint8).ravel()}]
+    if zeros is not None:
+        tensors.append({"name": "z", "shape": ints(*zeros.shape), "type": ("b", 9), "buffer": ("I", 3)})
+        buffers.append({"data": zeros.ravel()})
+    graph = {"tensors": tensors, "inputs": ints(0), "outputs": ints(0), "operators": []}
+    return Writer().build({"buffers": buffers, "subgraphs": [graph]})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scales_shape", "axis"),
+    [((4, 64), (4, 2), 1), ((64, 4), (2, 4), 0), ((4, 60), (4, 2), 1), ((4, 64), (8,), 1)],
+)
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_scales_of_blocks_are_those_of_their_tensor(sizes, scales_shape, axis, has_zeros):
+    """Each block of 32 elements has the scale that its tensor of scales holds, also if the last block is shorter."""
+    scales = np.random.default_rng(0).uniform(0.01, 1, scales_shape).astype(np.float16)
+    zeros = np.arange(8, dtype=np.int8).reshape(scales_shape) if has_zeros else None
+    numbers = {"block_size": 32, "zero_points": 3 if has_zeros else -1}
+    model = parse_tflite(blockwise_file(scales, sizes, zeros, **numbers))
+    (output,) = model.main.op("w").outputs
+    stored = output.quantization
+    assert (stored.axis, stored.block, stored.details) == (axis, 32, "blockwise")
+    shape = (4, 2) if axis else (2, 4)
+    np.testing.assert_array_equal(stored.scale, scales.reshape(shape))
+    np.testing.assert_array_equal(stored.zero_point, np.zeros(shape) if zeros is None else zeros.reshape(shape))
+    integers = model.main.op("w").read_value().astype(np.int64)
+    assert set(integers.ravel()) == {-1, 7}
+
+
+@pytest.mark.parametrize(
+    ("scales_shape", "numbers"),
+    [
+        ((4, 3), {"block_size": 32}),
+        ((4, 2), {"block_size": 0}),
+        ((4, 2), {"block_size": 32, "scales": 0}),
+        ((4, 2), {"block_size": 32, "scales": 9}),
+        ((4, 2), {"block_size": 32, "zero_points": 1}),
+    ],
+)
+def test_blocks_without_their_scales_are_damage(scales_shape, numbers):
+    """The error names the tensor."""
+    with pytest.raises(ModelError, match="'w'"):
+        parse_tflite(blockwise_file(np.ones(scales_shape, np.float16), (4, 64), **numbers))
+
+
+def test_inspect_shows_blocks(tmp_path, cli):
+    """The table has the number, axis and size of the blocks, and JSON their scales."""
+    path = tmp_path / "model.tflite"
+    path.write_bytes(blockwise_file(np.float16([[0.5, 0.25], [1, 2]]), (2, 64), block_size=32, zero_points=-1))
+    row = next(line.split() for line in cli("inspect", path).stdout.splitlines() if line.split()[:1] == ["w"])
+    assert row[2:8] == ["int4[4]", "axis", "1", "by", "32", "0.25..2"]
+    tensor = json.loads(cli("inspect", path, "--format", "json").stdout)["tensors"][1]
+    assert tensor["quantization_parameters"] == {
+        "scales": [[0.5, 0.25], [1.0, 2.0]],
+        "zero_points": [[0, 0], [0, 0]],
+        "quantized_dimension": 1,
+        "block_size": 32,
+    }
+
+
 def test_inspect_shows_the_tensors(build_tflite, full_tflite_model, tmp_path, cli):
     """Text, JSON and DOT contain scales and zero points; JSON uses the interpreter's terms."""
     path = tmp_path / "model.tflite"
@@ -109,7 +188,12 @@ def test_inspect_shows_the_tensors(build_tflite, full_tflite_model, tmp_path, cl
         "shape": [2, 2],
         "shape_signature": [2, 2],
         "quantization": [0.0, 0],
-        "quantization_parameters": {"scales": [0.5, 0.25], "zero_points": [0, 0], "quantized_dimension": 0},
+        "quantization_parameters": {
+            "scales": [0.5, 0.25],
+            "zero_points": [0, 0],
+            "quantized_dimension": 0,
+            "block_size": 0,
+        },
         "min": [-1.0, -2.0],
         "max": [1.0, 2.0],
         "details": "blockwise",
