@@ -151,10 +151,7 @@ def _observed_tensors_agree(
 
 
 def _paired_rows(joined: Array, value: Array, count: int, first: int, step: int) -> tuple[Array, Array] | None:
-    """Return `value` for each of the samples `first`, `first` + `step` ... of a batch of `count`, and their values.
-
-    Both arguments are stacks of values of several tensors, and so are both results.
-    """
+    """Return stacked values for the samples `first`, `first` + `step` ... of stacked batches of `count`, and theirs."""
     rows = value.shape[1:]
     if not rows or not value.size or joined.shape[1:] != (count * rows[0], *rows[1:]):
         return None

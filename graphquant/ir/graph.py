@@ -70,8 +70,7 @@ class Graph:
         self.anchor = ""  # recorded as `Op.anchor` of ops that are added; "" records nothing
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
-        # The edges of pairs of ops with only one, by slot and port.
-        self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}
+        self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}  # of pairs, by slot and port
 
     @property
     def is_function(self) -> bool:
@@ -160,8 +159,7 @@ class Graph:
         """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
-        if self.anchor and op.anchor != self.anchor:
-            op = replace(op, anchor=self.anchor)
+        op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
         self.nx.add_node(op.name, op=op, slots=[])
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])

@@ -75,7 +75,7 @@ class Range:
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape:
             raise InternalError(f"A Range has ends of the shapes {self.low.shape} and {self.high.shape}.")
-        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
+        if not ((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)).all():
             raise InternalError("A Range has low > high or infinite ends. Its creator must check them.")
 
     def union(self, second: Range) -> Range:
@@ -109,7 +109,7 @@ class QParams:
         same_shape = self.scale.shape == self.zero_point.shape
         if not same_shape or bool(self.scale.ndim) == (self.axis is None) or (self.scale.ndim > 1 and not self.block):
             raise InternalError("Scale, zero point, axis and block of QParams do not agree.")
-        if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
+        if not ((self.scale > 0) & (self.scale < np.inf)).all():
             raise InternalError("QParams have a scale that is not positive and finite.")
 
     @property

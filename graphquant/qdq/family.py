@@ -181,7 +181,7 @@ class QDQFamily(ABC):
 def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fields: Any) -> Op:
     """Return an op with the `fields` of `Op`, named `name` or the next free name, and one output of that name."""
     op_name = graph.unique_name(name)
-    return Op(name=op_name, outputs=(Output(op_name, dtype, shape),), **fields)
+    return Op(**{"name": op_name, "outputs": (Output(op_name, dtype, shape),), "anchor": graph.anchor, **fields})
 
 
 def new_constant(graph: Graph, name: str, value: Array, *, op_type: str, rule: str) -> Op:
