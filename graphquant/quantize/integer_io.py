@@ -1,8 +1,9 @@
 """Integer inputs and outputs of ONNX models.
 
-The Q/DQ pair of an input or output loses its float side, also if ops that change only the layout are between both. If
-the model normalizes pictures itself, and the pair maps the pixel values 0 to 255 to its integers in their order, the
-pair replaces the normalization.
+The Q/DQ pair of an input or output loses its float side, also if ops that change only the layout are between both;
+before the pair of an input, ops may also take and join parts of it. If the model normalizes pictures itself, and the
+pair maps the pixel values 0 to 255 to its integers in their order, the pair replaces the normalization. Without a
+pair, pictures of integers become floats behind the input.
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ if TYPE_CHECKING:
     from graphquant.quantize.plan import Plan
 
 LAYOUT_KINDS = RESHAPING_KINDS | {"flatten", "identity"}  # kinds that run on integers as on floats
+MOVING_KINDS = LAYOUT_KINDS | {"slice"}
+"""Kinds that may stand between an input and its pair: each value of their output is one of slot 0.
+
+ONNX Runtime 1.22 has no SpaceToDepth of integers.
+"""
 IntegerType = Literal["int8", "uint8", "int16"]
 NORMALIZATION_KINDS = frozenset({"add", "sub", "mul", "div"})
 IO_KEY = "io"  # key of the integer inputs and outputs in the provenance
 IO_RULE = "io"  # rule of the ops that convert between the requested type and that of a pair
 PIXEL_LEVELS = 256
+PICTURE_RANK, PICTURE_CHANNELS = 4, (1, 3, 4)  # shape of pictures: samples, height, width, and channels before or after
 PAIR_ROLES = ("input", "scale", "zero_point")
 
 
@@ -111,7 +118,8 @@ def integer_tensors(provenance: Mapping[str, str]) -> tuple[BoundaryTensor, ...]
 def set_pixel_ranges(model: Model, plan: Plan, sample: Mapping[str, Array]) -> tuple[Plan, frozenset[str]]:
     """Return the plan with the ranges of normalized pictures, and the names of the inputs that take such pictures.
 
-    An input takes pictures if constants normalize it and all values of the sample are integers from 0 to 255.
+    An input takes pictures if all values of the sample are integers from 0 to 255, and constants normalize them or
+    they have the shape of pictures.
     """
     parameters, names = Parameters(model), set()
     ranges: dict[TensorRef, tuple[float, float]] = {}
@@ -119,7 +127,9 @@ def set_pixel_ranges(model: Model, plan: Plan, sample: Mapping[str, Array]) -> t
         if name not in model.main.inputs or array.dtype.kind != "f" or array.max(initial=0) <= 1:
             continue
         trace = _trace_input(model, parameters, name, "quantize")
-        if trace.normalization_ops and np.array_equal(array, np.clip(np.rint(array), 0, PIXEL_LEVELS - 1)):
+        is_shaped = array.ndim == PICTURE_RANK and not {array.shape[1], array.shape[-1]}.isdisjoint(PICTURE_CHANNELS)
+        is_integral = np.array_equal(array, np.clip(np.rint(array), 0, PIXEL_LEVELS - 1))
+        if is_integral and (trace.normalization_ops or is_shaped):
             names.add(name)
             tables = [(tensor, table) for tensor, table in trace.tables.items() if table is not None]
             ranges.update((tensor, (float(table.min()), float(table.max()))) for tensor, table in tables)
@@ -180,8 +190,12 @@ class _InputTrace:
 
 
 def _trace_input(model: Model, parameters: Parameters, name: str, kind: str) -> _InputTrace:
-    """Find the ops of `kind`, "quantize" or "dequantize", that read an input of the main graph."""
+    """Find the ops of `kind`, "quantize" or "dequantize", that read an input of the main graph.
+
+    Between both, ops may move its values, and join parts of it.
+    """
     graph, pending = model.main, [TensorRef("", name)]
+    incomplete: dict[str, str] = {}  # ops that join a part of the input and another tensor, with the message
     trace = _InputTrace(tables={pending[0]: np.arange(PIXEL_LEVELS, dtype=np.float32)})
     for tensor in pending:  # grows
         for use in graph.consumers(tensor):
@@ -191,16 +205,26 @@ def _trace_input(model: Model, parameters: Parameters, name: str, kind: str) -> 
                 trace.obstacle = f"a subgraph reads {tensor}"
             elif op.kind == kind:
                 trace.pair_ops.append(op.name)
-            elif op.kind in LAYOUT_KINDS:
+            elif op.kind in MOVING_KINDS and use.slot == 0:
                 trace.layout_ops.append(op.name)
                 trace.tables[result] = trace.tables[tensor]
                 pending.append(result)
+            elif op.kind == "concat" and result not in trace.tables:
+                tables = [None if slot is None else trace.tables.get(slot) for slot in graph.slots(op.name)]
+                incomplete[op.name] = f"{op.name} ({op.type or op.kind}) joins it with another tensor"
+                if all(slot in trace.tables for slot in graph.slots(op.name)):
+                    del incomplete[op.name]
+                    trace.layout_ops.append(op.name)
+                    is_same = all(np.array_equal(table, tables[0]) for table in tables)
+                    trace.tables[result] = tables[0] if is_same else None
+                    pending.append(result)
             elif other is not None and parameters.is_parameter(other):
                 trace.normalization_ops.append(op.name)
                 trace.tables[result] = _normalized(model, op, use.slot, trace.tables[tensor], parameters.value(other))
                 pending.append(result)
-            elif op.kind != "shape":
+            elif op.kind not in {"shape", "concat"}:
                 trace.obstacle = f"{op.name} ({op.type or op.kind}) reads its float values"
+    trace.obstacle = trace.obstacle or next(iter(incomplete.values()), "")
     return trace
 
 
@@ -231,7 +255,8 @@ def _convert_input(
         if not is_picture or lowest < np.iinfo(np.int8).min:
             return replace(tensor, dtype="float32", reason=reason)
         domain = MICROSOFT_DOMAIN if model.opset >= OPSET_WITHOUT_KERNELS else ""
-        return replace(_add_dequantize(graph, tensor, domain), normalization=f"kept, because {reason}")
+        normalization = f"kept, because {reason}" if trace.normalization_ops else ""
+        return replace(_add_dequantize(graph, tensor, domain), normalization=normalization)
     stored = replace(tensor, scale=float(pair.scale), zero_point=_shifted(pair, dtype))
     _bypass(model, trace, trace.normalization_ops)
     if pair.type.name == dtype:

@@ -95,6 +95,38 @@ def op_types(model: gq.Model) -> list[str]:
     return [node.op_type for node in formats.format_module("onnx").emit(model).graph.node]
 
 
+def slice_nodes(part: str, start: int) -> list[Any]:
+    """Return a Slice of every other row of "x"."""
+    limits = {"starts": start, "ends": 8, "axes": 2, "steps": 2}
+    constants = [
+        helper.make_node("Constant", [], [f"{part}_{name}"], value=numpy_helper.from_array(np.array([value])))
+        for name, value in limits.items()
+    ]
+    return [*constants, helper.make_node("Slice", ["x", *(f"{part}_{name}" for name in limits)], [part])]
+
+
+@pytest.mark.parametrize("io", ["uint8", "int8"])
+@pytest.mark.parametrize("rules", ["generic", "weights"])
+def test_parts_of_a_picture_are_integers(io: str, rules: str) -> None:
+    """Ops that take and join parts of an input run on integers; without a pair, pixels become floats behind the input."""
+    parts = [*slice_nodes("even", 0), *slice_nodes("odd", 1)]
+    model = picture_model([*parts, helper.make_node("Concat", ["even", "odd"], ["n"], axis=3)], {})
+    options = {"rules": "generic"} if rules == "generic" else {"rules": "generic", "exclude": ["x", "n", "even", "odd"]}
+    result = gq.insert(model, data={"x": pixels()}, io=io, **options)
+    assert [(tensor.name, tensor.dtype) for tensor in result.io][:1] == [("x", io)]
+    types = op_types(result.model)
+    assert types.index("DequantizeLinear" if rules == "weights" else "Slice") < types.index("Concat")
+    assert_same_bits(model, result, {"x": pixels()}, {"x": pixels(3)})
+
+
+def test_join_with_another_tensor_stays_float() -> None:
+    """A Concat of the input and another tensor reads floats, and is the reason in the message."""
+    joined = helper.make_node("Concat", ["even", "k"], ["n"], axis=2)
+    model = picture_model([*slice_nodes("even", 0), joined], {"k": np.ones((1, 3, 1, 8))}, shape=(3, 8, 8))
+    with pytest.raises(gq.GraphQuantError, match="joins it with another tensor"):
+        gq.insert(model, data={"x": pixels(1) / 255}, io="uint8", rules="generic")
+
+
 NORMALIZATIONS = {
     "div": ([helper.make_node("Div", ["x", "k"], ["n"])], {"k": 255}, "folded"),
     "mean": (
