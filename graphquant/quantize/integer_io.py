@@ -74,7 +74,8 @@ class BoundaryTensor:
     cache: Literal["", "tensor", "channel"] = ""
 
     def __str__(self) -> str:
-        params = f"because {self.reason}" if self.reason else f"scale {self.scale:.9g}, zero point {self.zero_point}"
+        scale = "scales of its channels up to" if self.cache == "channel" else "scale"
+        params = f"because {self.reason}" if self.reason else f"{scale} {self.scale:.9g}, zero point {self.zero_point}"
         pixels = f", for pixel values; the normalization is {self.normalization}" if self.normalization else ""
         return f"{self.role} {self.name}: {self.dtype}, {params}{pixels}"
 
@@ -215,8 +216,9 @@ def _trace_input(model: Model, parameters: Parameters, name: str, kind: str) -> 
                 if all(slot in trace.tables for slot in graph.slots(op.name)):
                     del incomplete[op.name]
                     trace.layout_ops.append(op.name)
-                    is_same = all(np.array_equal(table, tables[0]) for table in tables)
-                    trace.tables[result] = tables[0] if is_same else None
+                    known = [table for table in tables if table is not None]
+                    is_same = len(known) == len(tables) and all(np.array_equal(table, known[0]) for table in known)
+                    trace.tables[result] = known[0] if is_same else None
                     pending.append(result)
             elif other is not None and parameters.is_parameter(other):
                 trace.normalization_ops.append(op.name)

@@ -108,7 +108,7 @@ def slice_nodes(part: str, start: int) -> list[Any]:
 @pytest.mark.parametrize("io", ["uint8", "int8"])
 @pytest.mark.parametrize("rules", ["generic", "weights"])
 def test_parts_of_a_picture_are_integers(io: str, rules: str) -> None:
-    """Ops that take and join parts of an input run on integers; without a pair, pixels become floats behind the input."""
+    """Ops that take and join parts of an input run on integers; without a pair, pixels become floats at the input."""
     parts = [*slice_nodes("even", 0), *slice_nodes("odd", 1)]
     model = picture_model([*parts, helper.make_node("Concat", ["even", "odd"], ["n"], axis=3)], {})
     options = {"rules": "generic"} if rules == "generic" else {"rules": "generic", "exclude": ["x", "n", "even", "odd"]}
