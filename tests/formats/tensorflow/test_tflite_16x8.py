@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from support.measurements import sqnr_db
 
+import graphquant as gq
 from graphquant.formats.tensorflow import tflite_16x8
 from graphquant.formats.tensorflow.tflite_16x8 import quantize_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -195,3 +197,19 @@ def test_int8_ops_stay_float_if_ranges_differ(build: Callable[[Any], Any], monke
     types, _, steps = run_integers(lambda x: nn.elu(build(x)))
     assert "DEQUANTIZE" in types
     assert steps < 1.01
+
+
+def test_a_real_model_with_joined_heads_is_converted(shared: Path, tmp_path: Path) -> None:
+    """The music transcriber joins a Sigmoid with a Relu before a convolution. Each planned tensor keeps its scale."""
+    folder = shared / "basic_pitch"
+    data = {key: values[:6] for key, values in np.load(folder / "calib.npz").items()}
+    result = gq.insert(gq.freeze(gq.load(folder / "saved_model")), rules="tflite", data=data, validate=False)
+    path = tmp_path / "net.tflite"
+    conversion = gq.convert_to_tflite(result, path)
+    assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
+    types = {op.name: op.outputs[0].dtype for op in gq.load(path).main.ops() if op.type in {"CONCATENATION", "CONV_2D"}}
+    assert types["model_1/concat/concat"] == "float32"  # a Sigmoid and a Relu
+    assert sum(dtype == "int8" for dtype in types.values()) == 5
+    evaluation = {key: values[:2] for key, values in np.load(folder / "eval.npz").items()}
+    outputs = gq.compare(folder / "saved_model", path, evaluation).outputs
+    assert min(output.sqnr or 0.0 for output in outputs) >= 25
