@@ -277,9 +277,9 @@ def _lift_lstm(lift: _Lift) -> list[str]:
         if data is None or scale is None or zero_point is None or shape is None or len(shape) != 3:  # noqa: PLR2004  # directions, rows and columns
             return []
         directions, columns, gates = shape
-        steps, zeros = (_value(each).reshape(directions, -1) for each in (scale, zero_point))
-        if {steps.shape[1], zeros.shape[1]} - {1, gates}:
+        if min(shape) < 1 or {_size(scale), _size(zero_point)} - {directions, directions * gates}:
             return []
+        steps, zeros = (_value(each).reshape(directions, -1) for each in (scale, zero_point))
         attrs: dict[str, Any] = {"axis": 2, "block_size": columns}
         sizes: tuple[int, ...] = (directions, gates, 1)
         if (steps == steps[:1]).all() and (zeros == zeros[:1]).all():  # one direction, or equal ones
@@ -337,7 +337,9 @@ def _lift_moe(lift: _Lift) -> list[str]:
             return []
         experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
         layout = _MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
-        if _size(scale) != layout.rows * layout.blocks or columns % block:
+        zero_point_bytes = layout.rows * -(-layout.blocks * bits // BITS_PER_BYTE)
+        is_misfit = zero_point is not None and _size(zero_point) != zero_point_bytes
+        if is_misfit or columns % block or not columns or _size(scale) != layout.rows * layout.blocks:
             return []
         offset = 0 if zero_point is not None else 1 << (bits - 1)
         type_name = f"{'u' if zero_point is not None else ''}int{max(bits, 4)}"

@@ -503,3 +503,17 @@ def test_experts(tmp_path: Path, dtype: str, zero: str, attributes: str, activat
     (actual,), (reference,) = run(message, feeds), run(stripped, feeds)
     np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-3)
     assert sqnr(run(onnx.load(tmp_path / "float.onnx"), feeds)[0], actual) > 15
+
+
+@pytest.mark.parametrize("scale", [(), (3,), (1, 79), (0,)])
+def test_lstm_with_scales_of_another_shape(tmp_path: Path, scale: tuple[int, ...]) -> None:
+    """An op whose scales fit no weight stays as it is in the file."""
+    weights = {"w": np.ones((1, 30, 80), np.int8), "r": np.ones((1, 20, 80), np.int8)}
+    weights |= {"s": np.ones(scale, np.float32), "t": np.ones(1, np.float32), "z": np.zeros(1, np.int8)}
+    body = f"y = com.microsoft.DynamicQuantizeLSTM<{LSTM_SIZES}>(x, w, r, , , , , , s, z, t, z)"
+    message = parse(body, "float[t, 3, 30] x", "float[t, 1, 3, 20] y", weights)
+    onnx.save(message, tmp_path / "other.onnx")
+    model = gq.load(tmp_path / "other.onnx")
+    expected = "lstm" if scale == () else "integer"
+    assert expected in {op.kind for _, op in model.reachable_ops()}
+    assert op_counts(onnx_format.emit(model)) == {"DynamicQuantizeLSTM": 1}
