@@ -299,7 +299,7 @@ def _check_options(settings: InsertOptions) -> Objective:
             " often the fastest. Use one of them."
         )
     if settings.kv_cache is not None and settings.data is None:
-        raise UsageError("The scales of the cache come from the states of samples. Pass data, or remove kv_cache.")
+        raise UsageError("The scales of the cache come from the states of samples. Pass --data, or remove --kv-cache.")
     return Objective(
         minimize=settings.optimize,
         bounds=Bounds(

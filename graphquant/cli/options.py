@@ -51,7 +51,20 @@ OPTION_GROUPS = {
         *("prune_cache", "verify"),
     ),
     "Output": (
-        *("output", "io", "dry_run", "verbose", "quiet", "form", "top", "report", "reports", "export_ranges", "html"),
+        *(
+            "output",
+            "io",
+            "kv_cache",
+            "dry_run",
+            "verbose",
+            "quiet",
+            "form",
+            "top",
+            "report",
+            "reports",
+            "export_ranges",
+            "html",
+        ),
         *("attest", "force"),
     ),
 }
