@@ -51,21 +51,8 @@ OPTION_GROUPS = {
         *("prune_cache", "verify"),
     ),
     "Output": (
-        *(
-            "output",
-            "io",
-            "kv_cache",
-            "dry_run",
-            "verbose",
-            "quiet",
-            "form",
-            "top",
-            "report",
-            "reports",
-            "export_ranges",
-            "html",
-        ),
-        *("attest", "force"),
+        *("output", "io", "kv_cache", "dry_run", "verbose", "quiet", "form", "top", "report", "reports"),
+        *("export_ranges", "html", "attest", "force"),
     ),
 }
 """Headings of the help of a command with many options, and the options below each in their order."""
