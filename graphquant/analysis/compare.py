@@ -48,11 +48,14 @@ TOKEN_SCORE_AXES = 3  # number of axes of scores of the next token: samples, tok
 class OutputTally:
     """Running figures of one output."""
 
-    def __init__(self, name: str, quantized_name: str, *, batched: bool) -> None:
-        """Create an empty tally; with `batched`, the first axis counts samples."""
+    def __init__(self, name: str, quantized_name: str, *, batched: bool, vocabulary: int | None = None) -> None:
+        """Create an empty tally; with `batched`, the first axis counts samples.
+
+        `vocabulary` is the number of ids that an input of the model may have, None if it is unknown.
+        """
         self.name, self.quantized_name = name, quantized_name
         self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
-        self._batched = batched
+        self._batched, self._vocabulary = batched, vocabulary
         self._errors, self._confidence = ErrorSums(), SqnrConfidence()
         self._fused_errors, self._observed_errors = ErrorSums(), ErrorSums()
         self._has_floats = False
@@ -87,11 +90,11 @@ class OutputTally:
             if observed is not None:
                 self._fused_errors.add(expected, actual)
                 self._observed_errors.add(expected, observed)
-        # Three axes have another meaning in other models, so labels have to tell that they are scores of tokens.
-        is_tokens = (
-            expected.ndim == TOKEN_SCORE_AXES
-            and labels is not None
-            and labels.size * expected.shape[-1] == expected.size
+        # Three axes have another meaning in other models: features of tokens, or boxes. They are scores of tokens if
+        # the labels are, or if the model reads ids of as many tokens.
+        is_tokens = expected.ndim == TOKEN_SCORE_AXES and (
+            expected.shape[-1] == self._vocabulary
+            or (labels is not None and labels.size * expected.shape[-1] == expected.size)
         )
         if not (is_tokens or expected.ndim in self._axes) or expected.shape[-1] <= 1:
             return
@@ -304,7 +307,11 @@ def compare_runners(
         batched = is_batch_independent(
             quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
         ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
-    tallies = [OutputTally(name, quantized_name, batched=batched) for name, quantized_name in output_names.items()]
+    vocabulary = vocabulary_size(float_runner)
+    tallies = [
+        OutputTally(name, quantized_name, batched=batched, vocabulary=vocabulary)
+        for name, quantized_name in output_names.items()
+    ]
     input_names = [spec.name for spec in float_runner.inputs]
     scores = None if samples.metric is None else MetricTally(samples.metric, input_names, output_names)
     blocks = -(-batches.count // load.block_size)
@@ -360,6 +367,15 @@ def compare_runners(
         labels=labels,
         metric=None if scores is None else scores.figures(),
     )
+
+
+def vocabulary_size(runner: Runner) -> int | None:
+    """Return the rows of the largest table that an input indexes first, such as embeddings of tokens; None if none."""
+    from graphquant.calibration.data.model_inputs import find_input_uses
+
+    ids = [spec for spec in runner.inputs if spec.dtype in {"int32", "int64"}]
+    uses = find_input_uses(runner.model, ids).values() if ids else ()
+    return max((use.table_rows for use in uses if use.table_rows), default=None)
 
 
 def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds, int | None]]) -> Iterator[Feeds]:

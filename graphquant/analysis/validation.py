@@ -19,6 +19,7 @@ from graphquant.analysis.compare import (
     match_inputs,
     match_outputs,
     model_inputs,
+    vocabulary_size,
 )
 from graphquant.analysis.comparison import (
     Comparison,
@@ -502,7 +503,10 @@ class FoldValidator:
             if not tallies:
                 names = match_outputs(self._runner.outputs, runner.outputs, {})
                 batched = self._joins_samples
-                tallies = [OutputTally(name, other, batched=batched) for name, other in names.items()]
+                vocabulary = vocabulary_size(self._runner)
+                tallies = [
+                    OutputTally(name, other, batched=batched, vocabulary=vocabulary) for name, other in names.items()
+                ]
                 metric, input_names = self._folds[0].metric, [spec.name for spec in self._runner.inputs]
                 scores = None if metric is None else MetricTally(metric, input_names, names)
             pairs, copies = tee(self._expected_outputs(fold))

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.decoders import Decoder, build_decoder, feeds
 
+import graphquant as gq
 from graphquant.analysis.compare import OutputTally, match_inputs, match_outputs
 from graphquant.errors import UsageError
 from graphquant.formats import InputSpec
@@ -36,6 +38,19 @@ def test_token_scores() -> None:
         assert (figures.agreement, figures.rows, figures.accuracy) == (1 / 3, 3, (2 / 3, 1 / 3))
         expected = [(0.5 * 0.2 * 0.5) ** (-1 / 3), (0.25 * 0.2 * 0.5) ** (-1 / 3)]
         assert figures.perplexity == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_scores_of_the_vocabulary_have_an_agreement(architecture: str) -> None:
+    """Without labels, scores of as many tokens as the embedding has count each row; positions and features do not."""
+    decoder = Decoder(architecture=architecture, ops="standard", past=False, hidden=64)
+    model = build_decoder(decoder)
+    ids = np.random.default_rng(0).integers(0, decoder.vocabulary, (6, 10))
+    comparison = gq.compare(model, model, feeds(decoder, ids), sites=False)
+    assert [(output.rows, output.agreement) for output in comparison.outputs] == [(60, 1.0)]
+    tally = OutputTally("y", "y", batched=True, vocabulary=decoder.vocabulary)
+    tally.add(np.ones((2, 3, 64)), np.ones((2, 3, 64)), None)
+    assert tally.figures().agreement is None
 
 
 def test_three_axes_without_token_labels() -> None:
