@@ -49,10 +49,12 @@ def complete_decoder_data(model: Model, spec: str | MemoryData) -> str | MemoryD
         return spec
     inputs = formats.format_module(model.format).input_specs(model)
     missing = _missing_array(spec, inputs)
+    if missing is None:
+        return spec
     tokens = (entry for entry in inputs if "int" in entry.dtype and _generated_values(entry, 0, 1) is None)
-    ids = missing and next((entry for entry in tokens if _missing_array(spec, [entry]) is None), None)
-    if missing is None or ids is None:
-        return spec  # complete, or opened later with an error
+    ids = next((entry for entry in tokens if _missing_array(spec, [entry]) is None), None)
+    if ids is None:
+        return spec  # to open it raises the error
     others = [entry for entry in inputs if entry.name not in states and entry is not ids]
     unknown = next((entry for entry in others if _generated_values(entry, 0, 1) is None), None)
     if unknown is not None:
