@@ -154,7 +154,9 @@ def test_terminal_text_is_bounded(monkeypatch) -> None:
     assert len(render_text(text.plan_view(result.plan)).splitlines()) <= 70
 
 
-@pytest.mark.parametrize(("op_count", "suffix"), [(1500, ""), (20, "n" * 20_000)])
+@pytest.mark.parametrize(
+    ("op_count", "suffix"), [pytest.param(1500, "", marks=pytest.mark.slow), (400, ""), (20, "n" * 20_000)]
+)
 def test_objects_of_large_models_are_short(op_count: int, suffix: str) -> None:
     """The text and the HTML stay short for many ops, and for long names."""
     model = gq.load(make_chain(op_count, suffix))
