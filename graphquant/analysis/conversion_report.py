@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.ir import (
+    BIAS_ADD_KINDS,
     BOUNDED_KINDS,
+    COMMUTATIVE_KINDS,
     CONCATENATING_KINDS,
     FORWARDING_KINDS,
     NON_COMPUTE_KINDS,
@@ -115,9 +117,11 @@ def compare_conversion(
     unclaimed = [stored for stored in (*activations.values(), *stored_constants) if stored not in claimed]
     for index, insertion in enumerate(inserted):
         match = matches[index]
-        # A tensor that is passed on may have another range behind it, as the inputs of a branch.
+        # A tensor that is passed on may have another range behind it, as the inputs of a branch. TFLite fixes the
+        # range of a Sigmoid, Softmax or Tanh, and the converter rescales its result to a planned one.
         is_passed_on = not insertion.site.parameter and insertion.site.tensor not in names_by_tensor
-        if match is None or (is_passed_on and not _is_renamed(model, insertion, match)):
+        is_rescaled = model.op(insertion.site.tensor).kind in BOUNDED_KINDS
+        if match is None or ((is_passed_on or is_rescaled) and not _is_renamed(model, insertion, match)):
             matches[index] = next((stored for stored in unclaimed if _is_renamed(model, insertion, stored)), match)
     lines = [_compare_tensor(insertion, stored) for insertion, stored in zip(inserted, matches, strict=True)]
     _accept_rounded_floats(model, inserted, converted, lines)
@@ -252,10 +256,11 @@ def _with_equal_tensors(
     reshapes into other ops, and keeps only one of equal ops.
     """
     positions = {insertion.site.tensor: index for index, insertion in enumerate(inserted)}
+    parameters = Parameters(model)
     edges = [
         (index, positions[equal])
         for index, insertion in enumerate(inserted)
-        for equal in _equal_tensors(model, insertion.site.tensor)
+        for equal in _equal_tensors(model, parameters, insertion.site.tensor)
         if equal in positions and _have_equal_numbers(lines[index], lines[positions[equal]])
     ]
     counterparts: dict[int, ConvertedTensor] = {}
@@ -278,8 +283,8 @@ def _have_equal_numbers(first: ConvertedTensor, second: ConvertedTensor) -> bool
     return all(np.array_equal(one, other) for one, other in zip(first.planned, second.planned, strict=True))
 
 
-def _equal_tensors(model: Model, tensor: TensorRef) -> Iterator[TensorRef]:
-    """Yield the tensors whose values an op moves into `tensor`, and the outputs of equal ops."""
+def _equal_tensors(model: Model, parameters: Parameters, tensor: TensorRef) -> Iterator[TensorRef]:
+    """Yield the tensors whose values an op moves into `tensor`, or keeps, and the outputs of equal ops."""
     graph, op = model.graphs[tensor.graph], model.op(tensor)
 
     def unquantized(source: TensorRef | None) -> TensorRef | None:
@@ -290,6 +295,8 @@ def _equal_tensors(model: Model, tensor: TensorRef) -> Iterator[TensorRef]:
     sources = [unquantized(slot) for slot in graph.slots(op.name)]
     if op.kind in VALUE_MOVING_KINDS | FORWARDING_KINDS | {"pad"}:
         yield from (source for source in sources if source is not None)
+    elif op.kind in _NEUTRAL_VALUES and len(sources) == len(("operand", "constant")):
+        yield from _unchanged_operands(op, sources, parameters)
     first = next((source for source in sources if source is not None), None)
     if first is None:
         return
@@ -301,7 +308,18 @@ def _equal_tensors(model: Model, tensor: TensorRef) -> Iterator[TensorRef]:
                 yield TensorRef(graph.name, reader, tensor.port)
 
 
+def _unchanged_operands(op: Op, sources: Sequence[TensorRef | None], parameters: Parameters) -> Iterator[TensorRef]:
+    """Yield the operand that a product with 1 or a sum with 0 returns. The converter removes such an op."""
+    is_commutative = op.kind in COMMUTATIVE_KINDS | BIAS_ADD_KINDS
+    for operand, constant in [sources, sources[::-1]] if is_commutative else [sources]:
+        value = None if constant is None else parameters.value(constant)
+        if operand is not None and value is not None and np.all(value == _NEUTRAL_VALUES[op.kind]):
+            yield operand
+
+
 _PASSED_KINDS = FORWARDING_KINDS | {"qdq"}
+_NEUTRAL_VALUES = {"add": 0.0, "bias_add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
+"""The constant with which an op keeps its other operand."""
 
 
 def _op_content(op: Op) -> tuple[str, str]:

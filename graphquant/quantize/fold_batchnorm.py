@@ -89,6 +89,8 @@ def _candidate_before(
         if bias is not None:
             adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
             source = _sole_reader_source(graph, Use(graph.name, source.name, data))
+    if not isinstance(source, str) and source.type == "BatchToSpaceND":  # the last part of a dilated convolution
+        source = _sole_reader_source(graph, Use(graph.name, source.name, 0))
     if isinstance(source, str):
         return source
     reason = None if mul is not None and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
@@ -232,7 +234,9 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
         return f"its values, or those of {candidate.weighted.name}, are only known at run time"
     shapes = _product_and_factor_shapes(candidate.weighted, weight.shape)
     channels = int(np.prod(shapes[1])) if shapes is not None else 0
-    statistics = values if candidate.mul is None else _multiply_add_statistics(graph, candidate, values, weight)
+    statistics = (
+        values if candidate.mul is None else _multiply_add_statistics(graph, candidate, values, weight, channels)
+    )
     if weight.dtype != np.float32:
         return f"the weight of {candidate.weighted.name} is {weight.dtype}; only float32 is folded"
     if shapes is None or any(value.shape != (channels,) for value in statistics):
@@ -255,13 +259,17 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
     return scaled_weight, new_bias
 
 
-def _multiply_add_statistics(graph: Graph, candidate: FoldCandidate, values: list[Array], weight: Array) -> list[Array]:
-    """Return scale, offset, mean and variance of a normalization that is written as a Mul and an Add."""
+def _multiply_add_statistics(
+    graph: Graph, candidate: FoldCandidate, values: list[Array], weight: Array, channels: int
+) -> list[Array]:
+    """Return scale, offset, mean and variance, each (C,), of a normalization that is written as a Mul and an Add."""
     shape, trailing_axes = graph.output(TensorRef(graph.name, candidate.norm.name)).shape, 0
     if candidate.weighted.type in {"Conv", "ConvTranspose"}:
         trailing_axes = weight.ndim - 2
     elif candidate.weighted.type == "BatchNormalization":
         trailing_axes = len(shape) - 2 if shape is not None else _MAX_AXES
+    if not trailing_axes:  # one value for all channels, as of a Rescaling layer
+        values = [np.repeat(v, channels) if v.size == 1 and v.ndim <= weight.ndim else v for v in values]
     axes = [value.ndim - 1 - trailing_axes for value in values]
     scale, offset = (
         # A value that differs along other axes gets an axis more, so that its shape is refused.
@@ -324,6 +332,12 @@ def _apply_fold(
     else:
         product = TensorRef(graph.name, weighted.name)
         result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [product, bias_constant])
+        mul = candidate.mul
+        data = Use(graph.name, norm.name, 0) if mul is None else Use(graph.name, mul.name, 1 - candidate.values[0].slot)
+        batches = graph.source_of(data)
+        if batches is not None and batches != product:  # a BatchToSpaceND, which a bias precedes
+            edits.connect(Use(graph.name, batches.op, 0), result)
+            result = batches
     readers = graph.consumers(TensorRef(graph.name, norm.name))
     for use in readers:
         edits.connect(use, result)

@@ -262,6 +262,16 @@ def test_unconvertible_sites_are_refused(samples: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "wide.tflite").exists()
 
 
+def write_constant_rule(folder: Path, dtype: str) -> str:
+    """Write a rule file that quantizes the constants of element-wise ops, and return its path."""
+    zero = "symmetric" if dtype == "int16" else "asymmetric"
+    (folder / f"{dtype}.toml").write_text(
+        f'[scheme.s]\ndtype = "{dtype}"\nzero = "{zero}"\nobserve = "minmax"\n[[rule]]\nname = "constant"\n'
+        'producer = { kind = "parameter" }\nconsumer = { kind = "add|mul|div" }\nquantize = "s"\n'
+    )
+    return str(folder / f"{dtype}.toml")
+
+
 def test_constants_of_float_ops_agree_if_they_are_rounded(tmp_path: Path) -> None:
     """The converter folds the pairs of the constants of a hard sigmoid, which stays float."""
     tf = pytest.importorskip("tensorflow")
@@ -277,9 +287,13 @@ def test_constants_of_float_ops_agree_if_they_are_rounded(tmp_path: Path) -> Non
 
     (tmp_path / "net.pb").write_bytes(net.get_concrete_function().graph.as_graph_def().SerializeToString())
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(8).normal(size=(8, 4, 4, 3)).astype(np.float32))
-    for rules in ("tflite", "tflite16"):
+    for rules, dtype in (("tflite", "int8"), ("tflite16", "int16")):
+        constants = write_constant_rule(tmp_path, dtype)
         result = gq.insert(
-            gq.freeze(gq.load(tmp_path / "net.pb")), rules=[rules], data=str(tmp_path / "data.npz"), validate=False
+            gq.freeze(gq.load(tmp_path / "net.pb")),
+            rules=[constants, rules],
+            data=str(tmp_path / "data.npz"),
+            validate=False,
         )
         conversion = convert_to_tflite(result, None)
         assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
@@ -303,11 +317,96 @@ def test_constants_that_the_converter_folds_agree(tmp_path: Path) -> None:
     (tmp_path / "net.pb").write_bytes(net.get_concrete_function().graph.as_graph_def().SerializeToString())
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(8).normal(size=(8, 4, 4, 3)).astype(np.float32))
     model = gq.freeze(gq.load(tmp_path / "net.pb"))
-    result = gq.insert(model, rules=["tflite"], data=str(tmp_path / "data.npz"), validate=False)
+    rules = [write_constant_rule(tmp_path, "int8"), "tflite"]
+    result = gq.insert(model, rules=rules, data=str(tmp_path / "data.npz"), validate=False)
     conversion = convert_to_tflite(result, None)
     assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
     planned = {str(line.tensor): line for line in conversion.tensors}
     assert planned["Const:0"].index is None
+
+
+def conversion_of(tmp_path: Path, net: Any, shape: tuple[int, ...]) -> tuple[gq.ConversionReport, bytes]:
+    """Return the report of a function of one input, quantized with the rules tflite, and its file."""
+    import tensorflow as tf
+
+    serve = tf.function(net, input_signature=[tf.TensorSpec(shape, tf.float32, name="x")])
+    (tmp_path / "net.pb").write_bytes(serve.get_concrete_function().graph.as_graph_def().SerializeToString())
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(8).normal(size=(32, *shape[1:])).astype(np.float32))
+    model = gq.freeze(gq.load(tmp_path / "net.pb"))
+    result = gq.insert(model, rules=["tflite"], data=str(tmp_path / "data.npz"), validate=False)
+    conversion = convert_to_tflite(result, tmp_path / "net.tflite", force=True)
+    assert [(str(line.tensor), line.problem) for line in conversion.tensors if line.problem] == []
+    return conversion, (tmp_path / "net.tflite").read_bytes()
+
+
+def test_hard_swish_with_neutral_constants_is_one_int8_op(tmp_path: Path) -> None:
+    """A hard swish of Rescaling layers, whose offsets are 0, is one int8 op, and the report has no difference."""
+    tf = pytest.importorskip("tensorflow")
+    kernels = np.random.default_rng(7).normal(size=(2, 1, 1, 3, 3)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        y = tf.nn.conv2d(x, kernels[0], 1, "SAME")
+        y = (y * tf.nn.relu6(y + tf.constant(3.0))) * tf.constant(1 / 6) + tf.constant(0.0)
+        return tf.nn.conv2d(y, kernels[1], 1, "SAME")
+
+    conversion, data = conversion_of(tmp_path, net, (1, 4, 4, 3))
+    assert conversion.float_ops == ()
+    assert "HARD_SWISH" in {op.type for op in parse_tflite(data).main.ops()}
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_dilated_convolutions_are_int8(tmp_path: Path, dims: int) -> None:
+    """The batches and the bias of a dilated convolution on the input are int8, as is the input."""
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(7).normal(size=(*(3,) * dims, 3, 4)).astype(np.float32)
+    bias, factor = np.float32([0.5, -1, 2, 0]), np.float32([1, 2, 0.5, 3])
+
+    def net(x: Any) -> Any:
+        y = tf.nn.convolution(x, kernel, padding="SAME", dilations=2)
+        y = tf.nn.relu(tf.nn.bias_add(y, bias))
+        y = tf.nn.convolution(y, np.ones((*(1,) * dims, 4, 3), np.float32))
+        y = tf.nn.convolution(y, kernel[..., ::-1], padding="VALID", dilations=2)
+        return tf.nn.relu(y * factor + bias if dims == 2 else tf.nn.bias_add(y, bias))  # folded as a BatchNorm
+
+    conversion, data = conversion_of(tmp_path, net, (1, *(12,) * dims, 3))
+    assert conversion.float_ops == ()
+    interpreter = tf.lite.Interpreter(model_content=data)
+    details = [*interpreter.get_input_details(), *interpreter.get_output_details()]
+    assert {detail["dtype"] for detail in details} == {np.int8}
+
+
+@pytest.mark.parametrize("bounded", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_products_with_a_bounded_second_operand_are_right(tmp_path: Path, bounded: str, moved: bool) -> None:
+    """The second operand of a product gets the zero point 0, which TFLite's default runtime takes it to have."""
+    tf = pytest.importorskip("tensorflow")
+    kernels = np.random.default_rng(7).normal(size=(2, 1, 1, 3, 3)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        y = tf.reshape(tf.nn.conv2d(x, kernels[0], 1, "SAME"), (1, 16, 3))
+        z = getattr(tf.nn, bounded)(tf.nn.conv2d(x, kernels[1], 1, "SAME"))
+        return tf.matmul(y, tf.reshape(z, (1, 3, 16)) if moved else tf.transpose(z[:, 0], (0, 2, 1)))
+
+    conversion, data = conversion_of(tmp_path, net, (1, 4, 4, 3))
+    assert conversion.float_ops == ()
+    images = np.random.default_rng(9).normal(size=(16, 1, 4, 4, 3)).astype(np.float32)
+    results = tflite_outputs(tf.lite.Interpreter(model_content=data), images[:, 0])
+    expected = np.concatenate([net(image).numpy() for image in images])
+    assert sqnr_db(expected, results.reshape(expected.shape)) > 20
+
+
+def test_the_loop_of_a_simple_rnn_stays_float(tmp_path: Path) -> None:
+    """Its state adds up the rounding of all steps, in a SavedModel and a frozen graph. Dense layers are quantized."""
+    tf = pytest.importorskip("tensorflow")
+    layers = tf.keras.layers
+    net = tf.keras.Sequential([layers.Input((8, 6)), layers.SimpleRNN(12), layers.Dense(5)])
+    net.export(str(tmp_path / "net"), verbose=False)
+    model = gq.load(tmp_path / "net")
+    for rules in ("tflite", "openvino", "qnn", "vitis_ai"):
+        for candidate in (model, gq.freeze(model)):
+            tensors = [str(site.tensor) for site in gq.plan(candidate, rules=[rules]).sites]
+            assert any("dense" in tensor for tensor in tensors)
+            assert [tensor for tensor in tensors if "while" in tensor] == []
 
 
 def test_sums_that_abort_the_process_are_found() -> None:
