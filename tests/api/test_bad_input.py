@@ -252,21 +252,21 @@ def test_file_that_is_not_data(refused: Callable[..., str]) -> None:
 
 
 def test_unwritable_output(refused: Callable[..., str]) -> None:
-    """A folder that is missing, a path below a file, a place that takes no files, and a folder in the way."""
+    """A path below a file, a place that takes no files, and a folder in the way."""
     Path("file").write_text("text")
     Path("full").mkdir()
     Path("full/keep").write_text("text")
-    for out in ("missing/out.onnx", "file/out.onnx", "/proc/out.onnx", "/sys/kernel/out.onnx", "/dev/null/out.onnx"):
+    for out in ("file/out.onnx", "/proc/out.onnx", "/sys/kernel/out.onnx", "/dev/null/out.onnx"):
         for force in ([], ["--force"]):
             assert str(Path(out).parent) in refused("insert", CNN, *WEIGHTS, "-o", out, *force, code=2)
     assert "full" in refused("insert", CNN, *WEIGHTS, "-o", "full", "--force", code=2)
     assert "full" in refused("insert", "digits_cnn_saved_model", *WEIGHTS, "-o", "full", "--force", code=2)
     assert "file" in refused("insert", "digits_cnn_saved_model", *WEIGHTS, "-o", "file", "--force", code=2)
     for verb in ("plan", "inspect"):
-        assert "missing" in refused(verb, CNN, "-o", "missing/out.txt", code=2)
+        assert "file" in refused(verb, CNN, "-o", "file/new/out.txt", code=2)
         assert "/proc" in refused(verb, CNN, "-o", "/proc/out.txt", code=2)
         assert "full" in refused(verb, CNN, "-o", "full", "--force", code=2)
-    for report in ("missing/report.json", "/proc/report.json", "full"):
+    for report in ("file/report.json", "/proc/report.json", "full"):
         assert str(Path(report).parent) in refused("insert", CNN, *WEIGHTS, "--report", report, code=2)
 
 
