@@ -573,10 +573,12 @@ def test_links_out_of_the_folder_need_the_option(tmp_path: Path) -> None:
 
 
 def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, load_text: Any) -> None:
-    """A missing folder is an error that names the path, and no file remains."""
+    """A folder that is a file is an error that names the path, and no file remains."""
     model = load_text(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
-    with pytest.raises(UsageError, match=rf"missing/m\.onnx .*: {os.strerror(errno.ENOENT)}"):
-        format_.save(model, tmp_path / "missing/m.onnx")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=rf"file/m\.onnx .*: {os.strerror(errno.EEXIST)}"):
+        format_.save(model, tmp_path / "file/m.onnx")
+    (tmp_path / "file").unlink()
     (tmp_path / "m.onnx").mkdir()
     with pytest.raises(UsageError, match=r"m.onnx cannot be written"):
         format_.save(model, tmp_path / "m.onnx")
