@@ -375,6 +375,20 @@ def test_dilated_convolutions_are_int8(tmp_path: Path, dims: int) -> None:
     assert {detail["dtype"] for detail in details} == {np.int8}
 
 
+def test_outputs_behind_an_identity_n_are_int8(tmp_path: Path) -> None:
+    """TensorFlow joins the outputs of a Keras model with two of them in one op."""
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(7).normal(size=(1, 1, 3, 3)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        y = tf.nn.conv2d(x, kernel, 1, "SAME")
+        return tf.identity_n([y, tf.sigmoid(y)])
+
+    _, data = conversion_of(tmp_path, net, (1, 4, 4, 3))
+    details = tf.lite.Interpreter(model_content=data).get_output_details()
+    assert [detail["dtype"] for detail in details] == [np.int8, np.int8]
+
+
 @pytest.mark.parametrize("bounded", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("moved", [False, True])
 def test_products_with_a_bounded_second_operand_are_right(tmp_path: Path, bounded: str, moved: bool) -> None:

@@ -676,8 +676,11 @@ def _output_is_quantized(model: Model, name: str) -> bool:
     """Return True if the output is not float, or comes from a FakeQuant or from an op with a fixed output range."""
     op, _, port = name.partition(":")
     tensor: TensorRef | None = TensorRef("", op, int(port or 0))
-    while tensor is not None and model.op(tensor).kind in {"identity", "reshape"}:
-        tensor = model.main.source_of(Use("", tensor.op, 0))
+    while tensor is not None:
+        passes_each = model.op(tensor).type == "IdentityN"
+        if not passes_each and model.op(tensor).kind not in {"identity", "reshape"}:
+            break
+        tensor = model.main.source_of(Use("", tensor.op, tensor.port if passes_each else 0))
     if tensor is None:
         return False
     dtype = model.output(tensor).dtype
