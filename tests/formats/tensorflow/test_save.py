@@ -74,7 +74,7 @@ def test_in_place(tmp_path: Path) -> None:
 
 
 def test_refused_targets(tmp_path: Path) -> None:
-    """Other folders, a folder in place of a file, and missing folders are refused and unchanged."""
+    """Other folders, a folder in place of a file, and a file in place of a folder are refused and unchanged."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "note").write_text("mine")
     with pytest.raises(UsageError, match="SavedModel"):
@@ -82,7 +82,7 @@ def test_refused_targets(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         save(load(SAMPLES / "digits_cnn.pb"), tmp_path / "kept")
     with pytest.raises(UsageError, match="cannot be written"):
-        save(load(SAMPLES / "digits_cnn.pb"), tmp_path / "none" / "model.pb")
+        save(load(SAMPLES / "digits_cnn.pb"), tmp_path / "kept" / "note" / "model.pb")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "note"]
 
 
