@@ -192,7 +192,7 @@ def _load_file(path: Path, *, allow_links: bool, tags: Sequence[str]) -> Model:
             return load_meta_graph(path, allow_links=allow_links, tags=tags)
         return formats.format_module(model_format).load(path, allow_links=allow_links)
     except ModelError as error:
-        if not path.is_file():
+        if not path.is_file() or path.stat().st_size >> 31:  # no format has larger files, which would be read
             raise
         with suppress(OSError):
             if is_lfs_pointer(path):

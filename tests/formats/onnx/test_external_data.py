@@ -323,8 +323,9 @@ def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatc
     }  # nothing done, weights, model, and the old ones gone
 
 
-def test_oversized_file_is_rejected(tmp_path: Path) -> None:
-    """A file that is too large for a protocol buffer is rejected before it is read."""
+def test_oversized_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is too large for a protocol buffer is rejected before it is read, also as another format."""
+    monkeypatch.setattr("graphquant.api.models._is_model_of", lambda *_: pytest.fail("the file is read"))
     path = tmp_path / "huge.onnx"
     with path.open("wb") as file:
         file.truncate((1 << 31) + 5)
