@@ -245,7 +245,8 @@ def find_states(model: Model) -> dict[str, TensorRef]:
     """Return the tensor that an output of the main graph returns as the next value of each input that is a state.
 
     A state is an input, such as past keys, whose values are part of an output, the present keys: the ops between them
-    only move and join values, or are attention, which appends to its past states.
+    only move and join values, or are attention, which appends to its past states. A model with one input has none: its
+    output may join the input with new values, but nothing feeds it with the next step.
     """
     graph, joining_kinds = model.main, DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS
     outputs = {slot for name in graph.outputs for slot in graph.slots(name)[:1]}
@@ -262,7 +263,7 @@ def find_states(model: Model) -> dict[str, TensorRef]:
         return following
 
     states: dict[str, TensorRef] = {}
-    for name in graph.inputs:
+    for name in graph.inputs if len(graph.inputs) > 1 else ():
         start, dtype = TensorRef(graph.name, name), graph.op(name).outputs[0].dtype
         moved = reachable([start], next_values)[1:] if dtype is not None and "float" in dtype else []
         presents = [tensor for tensor in moved if tensor in outputs]

@@ -177,7 +177,7 @@ def test_errors_are_of_their_kind(cnn_path: Path, samples: Path, tmp_path: Path)
     (tmp_path / "bad.toml").write_text("[scheme.a]\nzerro = 1\n")
     with pytest.raises(RuleError, match=r"bad\.toml:2: .*'zero'"):
         gq.plan(cnn_path, rules=[str(tmp_path / "bad.toml")])
-    with pytest.raises(UsageError, match="--include 'nothing' matches no op"):
+    with pytest.raises(UsageError, match="include='nothing' matches no op"):
         gq.plan(cnn_path, include=["nothing"])
     with pytest.raises(UsageError, match="another model"):
         gq.insert(samples / "digits_rnn.onnx", plan=gq.plan(cnn_path))

@@ -63,6 +63,7 @@ def test_attestation_content(entry_and_outcome):
                     "exclude": (),
                     "float_weights": False,
                     "io": None,
+                    "kv_cache": None,
                     "allow_empty": False,
                     "allow_links": False,
                     "requantize": False,
@@ -145,8 +146,9 @@ def test_reading_an_invalid_attestation(tmp_path, text):
         attested_digests(path)
 
 
-def test_writing_to_a_missing_folder(entry_and_outcome, tmp_path):
-    """Writing to a missing folder raises UsageError."""
+def test_writing_below_a_file(entry_and_outcome, tmp_path):
+    """Writing where a file stands in the place of the folder raises UsageError."""
     entry, outcome = entry_and_outcome
+    (tmp_path / "nowhere").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         write_attestation(entry, replace(outcome, output=str(tmp_path / "nowhere" / "net.onnx")))

@@ -328,8 +328,11 @@ def test_inconsistent_numbers(stats_of_every_target: Stats, stats_path: Path) ->
             load_stats(stats_path)
 
 
-def test_missing_folder(stats_of_every_target: Stats, tmp_path: Path) -> None:
-    """A missing folder is reported, and no file remains."""
+def test_a_file_in_the_place_of_the_folder(stats_of_every_target: Stats, tmp_path: Path) -> None:
+    """A file where the folder would be is reported, and stays as it is; a missing folder is created."""
+    (tmp_path / "no").write_text("kept")
     with pytest.raises(UsageError, match=r"stats\.gqs cannot be written: "):
         stats_of_every_target.save(tmp_path / "no" / "stats.gqs")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+    stats_of_every_target.save(tmp_path / "new" / "stats.gqs")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["stats.gqs"]

@@ -166,7 +166,7 @@ def test_verifying_a_folder(cli, samples, tmp_path):
         (("--merge", "--verify"), "--merge"),
         (("--verify", "--attest"), "--verify"),
         (("--report", "x.txt"), "'.txt'"),
-        (("--report", "nowhere/x.md"), "nowhere"),
+        (("--report", "net.json/x.md"), "net.json"),
         (("--compare", "nowhere.json"), "nowhere.json"),
         (("net.json", "--report", "./net.json"), "--report net.json"),
         (("--attest", "-o", "memory://models/{stem}.onnx"), "--attest"),
