@@ -41,6 +41,42 @@ def test_frozen_saved_model_is_written_as_one_file(cli: Callable[..., Any], samp
     cli("freeze", samples / "digits_cnn.onnx", "-o", tmp_path / "x.onnx", code=2)
 
 
+def eye_net(path: Path, batch: int | None) -> Path:
+    """Write a SavedModel with a product whose second operand is a constant that only TensorFlow computes."""
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(0)
+    module = tf.Module()
+    module.kernel = tf.Variable(rng.normal(0, 0.4, (12, 12)).astype(np.float32))
+
+    def serve(x: Any) -> Any:
+        rows = tf.nn.relu(tf.matmul(x, module.kernel))
+        return {"y": tf.matmul(rows, tf.eye(12, batch_shape=[1])) @ module.kernel}
+
+    spec = tf.TensorSpec([batch, 8, 12], tf.float32, name="x")
+    module.serve = tf.function(serve, input_signature=[spec], autograph=False)
+    tf.saved_model.save(module, path, signatures={"serving_default": module.serve})
+    np.savez(path.with_suffix(".npz"), x=rng.normal(size=(24, 8, 12)).astype(np.float32))
+    return path
+
+
+@pytest.mark.parametrize("batch", [1, None])
+def test_constants_that_only_tensorflow_computes_are_weights(batch: int | None, tmp_path: Path) -> None:
+    """The MatrixDiag of `tf.eye` is a constant of the frozen graph with a symmetric range, and the file is accurate."""
+    path = eye_net(tmp_path / "net", batch)
+    frozen = gq.freeze(gq.load(path))
+    kinds = {op.type for op in frozen.main.ops()}
+    assert not any(kind.startswith(("MatrixDiag", "Fill", "Ones")) for kind in kinds)
+    value = np.load(path.with_suffix(".npz"))["x"][:1]
+    assert np.allclose(run_model(frozen, value), run_model(gq.load(path), value), atol=1e-6)
+    result = gq.insert(frozen, rules=["tflite"], data=path.with_suffix(".npz"))
+    weights = [pair for pair in result.inserted if pair.site.parameter]
+    assert [int(np.max(np.abs(pair.params.zero_point))) for pair in weights] == [0, 0, 0]
+    gq.convert_to_tflite(result, tmp_path / "net.tflite")
+    comparison = gq.compare(path, tmp_path / "net.tflite", path.with_suffix(".npz"))
+    assert comparison.outputs[0].sqnr is not None
+    assert comparison.outputs[0].sqnr > 30  # 0.1 dB with the range of TensorFlow's converter
+
+
 def test_two_keras_files_are_frozen_in_one_process(tmp_path: Path) -> None:
     """Functions of two files may have the same names; placeholders of lowered loops are no inputs."""
     keras = pytest.importorskip("keras")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
@@ -24,7 +26,12 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
-from graphquant.ir import Model, reachable
+from graphquant.formats.tensorflow.values import set_constant
+from graphquant.ir import FLOAT_TYPES, STORED_KINDS, Model, Parameters, TensorRef, fully_known_shape, reachable
+from graphquant.ir.parameters import MAX_FOLDED_ELEMENTS
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 """The prefix that inlining puts before the names of a function's ops."""
@@ -32,11 +39,14 @@ _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:
 _INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
 """The names that inlining gives to Identity ops for arguments and results."""
 
+_LOOP_KINDS: Final = frozenset({"enter", "switch", "merge"})
+
 
 def freeze_graph(model: Model) -> Model:
     """Return `model` as a GraphDef with constants for variables, inlined functions, and inferred shapes.
 
-    Inputs and outputs have the names of the signature; ops keep their names within the function.
+    Inputs and outputs have the names of the signature; ops keep their names within the function. Constants that only
+    TensorFlow can compute, such as a MatrixDiag, are computed.
     """
     source: TensorFlowSource = model.source
     tensorflow = import_tensorflow()
@@ -51,8 +61,64 @@ def freeze_graph(model: Model) -> Model:
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
     frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
     frozen_model = build_model(frozen, model.path or source.file)
+    if computed := _unknown_constants(frozen_model):
+        graph_def = with_constants(graph_def, computed, {})
+        digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
+        frozen_model = build_model(replace(frozen, message=graph_def, digest=digest), model.path or source.file)
     frozen_model.path = model.path
     return frozen_model
+
+
+def _unknown_constants(model: Model) -> list[str]:
+    """Return the ops of a frozen model that compute float constants whose values are unknown, and which other ops read.
+
+    A plan has no ranges for such constants, and TFLite's converter gives them ranges of its own, with a zero point that
+    its runtime ignores in products. Ops in loops of TensorFlow 1, which depend on control inputs, are left out.
+    """
+    parameters, main, names = Parameters(model), model.main, []
+    controlled = {node.name for node in emit(model).node if any(text.startswith("^") for text in node.input)}
+    for op in main.ops():
+        tensor = TensorRef("", op.name)
+        if op.kind in STORED_KINDS or not parameters.is_parameter(tensor) or len(op.outputs) != 1:
+            continue
+        sizes = fully_known_shape(op.outputs[0].shape)
+        is_small = sizes is not None and math.prod(sizes) <= MAX_FOLDED_ELEMENTS
+        is_read = any(not parameters.is_parameter(TensorRef("", use.op)) for use in main.consumers(tensor))
+        is_candidate = op.outputs[0].dtype in FLOAT_TYPES and is_small and is_read
+        if not is_candidate or parameters.value(tensor) is not None:
+            continue
+        sources = reachable([op.name], main.nx.pred.__getitem__)
+        if not controlled.intersection(sources) and not any(main.op(name).kind in _LOOP_KINDS for name in sources):
+            names.append(op.name)
+    return names
+
+
+def with_constants(graph_def: Any, names: Sequence[str], known: Mapping[str, Array]) -> Any:
+    """Return a graph with Const nodes for the ops `names`, which TensorFlow computes, and for those `known` by name.
+
+    Ops that only these read are left out.
+    """
+    tensorflow = import_tensorflow()
+    v1 = tensorflow.compat.v1
+    changed = type(graph_def)()
+    changed.CopyFrom(graph_def)
+    with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
+        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+        with v1.Session(graph=graph) as session:
+            values = {**dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True)), **known}
+    for node in changed.node:
+        if node.name in values:
+            name = node.name
+            node.Clear()
+            node.name, node.op = name, "Const"
+            set_constant(node, values[name])
+    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
+    read = {proto.input_node(text) for node in graph_def.node for text in node.input}
+    used = set(reachable([name for name in inputs if name not in read], inputs.__getitem__))
+    remaining = [node for node in changed.node if node.name in used or node.op == "Placeholder"]
+    del changed.node[:]
+    changed.node.extend(remaining)
+    return changed
 
 
 def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:

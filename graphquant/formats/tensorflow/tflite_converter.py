@@ -19,6 +19,7 @@ from graphquant.errors import ModelError, UnobservableTensorError, UsageError, d
 from graphquant.formats import Feeds, InputSpec
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.freeze import with_constants
 from graphquant.formats.tensorflow.learned_ranges import unique_node_name
 from graphquant.formats.tensorflow.runner import signatures_of_inputs
 from graphquant.formats.tensorflow.session import (
@@ -28,7 +29,7 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.tflite_16x8 import WIDE_BITS, quantize_pairs
-from graphquant.formats.tensorflow.values import decode_tensor, set_constant, type_number
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant
 from graphquant.ir import BOUNDED_KINDS, FLOAT_TYPES, RESHAPING_KINDS, Model, Parameters, TensorRef, Use
 from graphquant.numerics import IntType, QParams, dequantize, qparams_from_scale, quantize
 from graphquant.qdq import read_qparams
@@ -89,7 +90,9 @@ def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool 
         names = _transposed_weight_quantizers(model)
     switched = _switched_weights(model)
     if names or switched:
-        graph_def = _with_rounded_weights(graph_def, names, switched)
+        # The converter computes the scales of such weights from their values, which gives the planned scales: the
+        # largest value is on the grid. FakeQuants would let it store float weights.
+        graph_def = with_constants(graph_def, names, switched)
     by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
     for signature in signatures:
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
@@ -616,30 +619,6 @@ def _switched_weights(model: Model) -> dict[str, Array]:
         if is_switched and isinstance(params, QParams) and read_value is not None:
             weights[op.name] = dequantize(quantize(read_value(), params), params)
     return weights
-
-
-def _with_rounded_weights(graph_def: Any, names: Sequence[str], known: Mapping[str, Array]) -> Any:
-    """Return the graph with constants for the FakeQuants `names` of its weights, and for those with a known value.
-
-    The converter computes the scales of such weights from their values, which gives the planned scales: the largest
-    value is on the grid. FakeQuants would let it store float weights.
-    """
-    tensorflow = import_tensorflow()
-    v1 = tensorflow.compat.v1
-    rounded = type(graph_def)()
-    rounded.CopyFrom(graph_def)
-    with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
-        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
-        with v1.Session(graph=graph) as session:
-            values = {**dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True)), **known}
-    for node in rounded.node:
-        if node.name in values:
-            name = node.name
-            node.Clear()
-            node.name, node.op = name, "Const"
-            node.attr["dtype"].type = type_number(values[name].dtype.name)
-            set_constant(node, values[name])
-    return rounded
 
 
 def _copy_node(graph_def: Any, node: Any, inputs: Sequence[str], used_names: set[str]) -> Any:
