@@ -28,7 +28,7 @@ from graphquant.ir.kinds import (
     WEIGHTED_KINDS,
 )
 from graphquant.ir.macs import count_macs, unsized_tensors
-from graphquant.ir.parameters import Parameters, find_states, require_finite_weight
+from graphquant.ir.parameters import Parameters, find_states, require_finite_weight, weight_ends
 from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import (
     FLOAT_TYPES,

@@ -2,6 +2,7 @@
 
 from graphquant.numerics.affine import (
     LARGEST_VALUE,
+    SMALL_BITS,
     SMALLEST_SCALE,
     DynamicQParams,
     QParams,
@@ -15,8 +16,10 @@ from graphquant.numerics.affine import (
     iter_slabs,
     qparams_from_scale,
     quantize,
+    quantize_rows_to_dtype,
     quantize_to_dtype,
     round_scale_to_float16,
+    rows_per_slab,
     split_block_scales,
     split_blocks,
 )

@@ -13,7 +13,7 @@ A tensor can be divided into blocks along one axis, each with its own scale: ONN
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,9 @@ LARGEST_VALUE = float(np.finfo(np.float32).max)
 EXACT_BITS = 16
 """Widest type for which float32 and int32 hold quantized values, zero points, and their sums and differences."""
 
+SMALL_BITS = 4
+"""Widest type for which int8 holds zero points, and their sums and differences with limits of the type."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
@@ -95,7 +98,7 @@ class QParams:
     """Scale, zero point and type of a quantized tensor."""
 
     scale: Array  # float32, () or (C,), or with `block` of the tensor's rank; positive
-    zero_point: Array  # int32, the shape of `scale`
+    zero_point: Array  # int32, or int8 for blocks of few bits, of which there can be many; the shape of `scale`
     type: QType  # the type of the quantized values
     narrow: bool = False  # excludes the most negative value
     axis: int | None = None  # the channel axis if `scale` is (C,), the axis of the blocks if there are any, else None
@@ -105,7 +108,9 @@ class QParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))
-        object.__setattr__(self, "zero_point", np.asarray(self.zero_point, np.int32))
+        zero_point = np.asarray(self.zero_point)
+        is_small = self.block is not None and self.type.bits <= SMALL_BITS and zero_point.dtype == np.int8
+        object.__setattr__(self, "zero_point", zero_point if is_small else zero_point.astype(np.int32, copy=False))
         same_shape = self.scale.shape == self.zero_point.shape
         if not same_shape or bool(self.scale.ndim) == (self.axis is None) or (self.scale.ndim > 1 and not self.block):
             raise InternalError("Scale, zero point, axis and block of QParams do not agree.")
@@ -278,13 +283,20 @@ def _quantize_as_float(x: Array, params: QParams) -> Array:
 
 def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
     """Quantize `x` to values of `dtype`, some rows at a time, since a weight can take much of the memory."""
-    result = np.empty(x.shape, dtype)
+    return quantize_rows_to_dtype(x.__getitem__, x.shape, params, dtype)
+
+
+def quantize_rows_to_dtype(
+    read_rows: Callable[[Any], Array], shape: tuple[int, ...], params: QParams, dtype: np.dtype[Any]
+) -> Array:
+    """Quantize a tensor of `shape` to values of `dtype`; `read_rows` returns the rows of a slice."""
+    result = np.empty(shape, dtype)
     is_numpy_integer = dtype.kind in "iu"  # ml_dtypes' integers cannot be cast from floats directly
-    for rows, row_params in iter_slabs(x.shape, params):
+    for rows, row_params in iter_slabs(shape, params):
         if is_numpy_integer:
-            result[rows] = _quantize_as_float(x[rows], row_params)
+            result[rows] = _quantize_as_float(read_rows(rows), row_params)
         else:
-            result[rows] = quantize(x[rows], row_params).astype(dtype)
+            result[rows] = quantize(read_rows(rows), row_params).astype(dtype)
     return result
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from graphquant.numerics import (
     LARGEST_VALUE,
+    SMALL_BITS,
     SMALLEST_SCALE,
     Array,
     QParams,
@@ -68,7 +69,7 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
 
 
 def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
-    """Return float32 scale and int32 zero point of each row of `blocks` (N, block)."""
+    """Return scale, float32, and zero point, int8 for few bits and else int32, of each row of `blocks` (N, block)."""
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
     # Blocks are columns: sums over a block add rows, which is fast, and a scale broadcasts along the last axis.
     columns = np.ascontiguousarray(blocks.T, np.float32)
@@ -114,4 +115,5 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
         scale = np.clip(
             best_scale.astype(np.float64) * unit, SMALLEST_SCALE, LARGEST_VALUE * FLOAT32_ROUNDING / farthest_step
         )
-    return np.where(high > low, scale, 1.0).astype(np.float32), best_zero.astype(np.int32)
+    zero_type = np.int8 if grid.type.bits <= SMALL_BITS else np.int32
+    return np.where(high > low, scale, 1.0).astype(np.float32), best_zero.astype(zero_type)

@@ -60,6 +60,8 @@ class QDQSite:
     # Function that returns the weight's value if it is to become an integer constant, else None. It is called when that
     # constant is read, so that weights are never all in memory.
     read_value: Callable[[], Array] | None = None
+    # Function that returns the rows of a slice of that value, if they can be read alone, which takes less memory.
+    read_rows: Callable[[slice], Array] | None = None
     # Function that returns integers computed earlier for this weight, or else calls its argument to compute them; None
     # computes them on each read.
     reuse_integers: Callable[[Callable[[], Array]], Array] | None = None

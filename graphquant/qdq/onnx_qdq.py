@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from graphquant.ir import fully_known_shape
 from graphquant.numerics import (
     FLOAT4_NAME,
     MIN_BITS,
@@ -27,6 +28,7 @@ from graphquant.numerics import (
     broadcast_to_tensor,
     parse_type,
     qparams_from_scale,
+    quantize_rows_to_dtype,
     quantize_to_dtype,
     split_block_scales,
 )
@@ -118,7 +120,8 @@ class OnnxFamily(QDQFamily):
         container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
         integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
         shape = () if _is_single_block(params) else params.scale.shape
-        scales = params.scale.astype(np.dtype(source_output.dtype)).reshape(shape)  # the scale's type is the tensor's
+        # The scale's type is the tensor's. A copy of the scales of all blocks would be a sixteenth of the model.
+        scales = params.scale.astype(np.dtype(source_output.dtype), copy=False).reshape(shape)
         zero_points = params.zero_point.astype(integer_dtype).reshape(shape)
         scale_type = site.args.scale_type if shape else None
         scale = _add_scales(graph, site, scales, scale_type)
@@ -318,6 +321,9 @@ def _new_integer_constant(
     params = site.static_params
 
     def read_integers() -> Array:
+        shape = fully_known_shape(site.shape)
+        if site.read_rows is not None and shape:
+            return quantize_rows_to_dtype(site.read_rows, shape, params, integer_dtype)
         return quantize_to_dtype(read_value(), params, integer_dtype)
 
     return new_op(

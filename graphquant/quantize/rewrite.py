@@ -239,6 +239,7 @@ def _make_lowering(
         params=params,
         rule=site.rule,
         read_value=folded,
+        read_rows=getattr(stored[0], "read_rows", None) if stored is not None and site.view is None else None,
         reuse_integers=reuse_integers,
         is_parameter=site.parameter,
         needs_clip=not fits,

@@ -13,7 +13,16 @@ from dataclasses import replace
 import numpy as np
 
 from graphquant.errors import DataError, InternalError, UsageError
-from graphquant.ir import BIAS_ADD_KINDS, FLOAT_TYPES, Model, TensorRef, Use, paused_gc, require_finite_weight
+from graphquant.ir import (
+    BIAS_ADD_KINDS,
+    FLOAT_TYPES,
+    Model,
+    TensorRef,
+    Use,
+    paused_gc,
+    require_finite_weight,
+    weight_ends,
+)
 from graphquant.numerics import (
     SMALLEST_SCALE,
     Array,
@@ -165,7 +174,8 @@ def _read_weight(state: SolverState, site: Site) -> Array | None:
 def _check_weight_is_finite(value: Array | None, site: Site) -> None:
     """Refuse a weight that is not finite: quantizing it with any scale would hide that."""
     if value is not None and value.dtype.name in FLOAT_TYPES:
-        if np.isinf(value).any() and not np.isnan(value).any():
+        ends = weight_ends(value)
+        if np.isinf(ends).any() and not np.isnan(ends).any():
             raise DataError(TAKES_INFINITE_VALUES)
         require_finite_weight(value, site.tensor)
 

@@ -102,6 +102,7 @@ def test_unsigned_grids_mirror() -> None:
     params = search_block_params(value, grid, 0, 32)
     np.testing.assert_array_equal(dequantize(quantize(value, params), params), value)
     assert params.zero_point.tolist() == [[7, 8]]
+    assert params.zero_point.dtype == np.int8  # a quarter of int32, for as many zero points as blocks
 
 
 def test_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

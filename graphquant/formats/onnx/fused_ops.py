@@ -22,7 +22,7 @@ from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
-from graphquant.numerics import IntType, QParams
+from graphquant.numerics import IntType, QParams, rows_per_slab
 from graphquant.qdq import (
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
@@ -134,10 +134,17 @@ class _MatrixLayout:
 
     def pack(self, read_value: Callable[[], Array], offset: int) -> Array:
         """Return the packed weight, uint8 (rows, blocks, block * bits / 8). Elements past the last column are 0."""
-        values = _unsigned(read_value(), offset)
-        rows = np.zeros((self.rows, self.blocks * self.block), np.uint8)
-        rows[:, : self.columns] = values.T if self.transposed else values.reshape(self.rows, -1)
-        return pack_elements(rows, self.bits).reshape(self.rows, self.blocks, -1)
+        values = read_value()
+        values = values.T if self.transposed else values.reshape(self.rows, -1)
+        size = self.blocks * self.block
+        packed = np.empty((self.rows, -(-size * self.bits // BITS_PER_BYTE)), np.uint8)
+        step = rows_per_slab(values.shape, 1)
+        for start in range(0, self.rows, step):  # copies of the whole weight would need twice its memory
+            slab = values[start : start + step]
+            padded = np.zeros((len(slab), size), np.uint8)
+            padded[:, : self.columns] = _unsigned(slab, offset)
+            packed[start : start + step] = pack_elements(padded, self.bits)
+        return packed.reshape(self.rows, self.blocks, -1)
 
     def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:
         """Return the standard weight as `dtype`."""

@@ -27,9 +27,9 @@ from graphquant.formats.onnx.tensors import (
     RULE_KEY,
     OnnxAttributes,
     constant_value,
+    initializer_reader,
     sparse_value,
     tensor_shape,
-    tensor_value,
     type_and_shape,
 )
 from graphquant.ir import Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
@@ -293,7 +293,7 @@ class GraphIndexer:
     def _read_initializers(self, scope: _GraphScope) -> dict[str, Op]:
         folder = self._source.folder
         entries: list[tuple[Any, Any, Shape, Callable[[], Array]]] = [
-            (tensor, tensor, tensor_shape(tensor), partial(tensor_value, tensor, folder))
+            (tensor, tensor, tensor_shape(tensor), initializer_reader(tensor, folder))
             for tensor in scope.proto.initializer
         ]
         entries += [

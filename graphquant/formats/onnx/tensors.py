@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +252,30 @@ def attribute_value(attr: Any, folder: Path | None) -> Any:
     return decode(attr, folder) if decode else helper.get_attribute_value(attr)
 
 
-def _external_array(tensor: Any, folder: Path | None) -> Array:
+def initializer_reader(tensor: Any, folder: Path | None) -> Callable[[], Array]:
+    """Return the function that reads a TensorProto, a `TensorReader` if its rows can be read alone."""
+    has_rows = is_external(tensor) and DTYPE_NAMES.get(tensor.data_type) not in SUB_BYTE_BITS
+    return TensorReader(tensor, folder) if has_rows else partial(tensor_value, tensor, folder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorReader:
+    """Reads external data of a TensorProto in `folder`, or some rows of it; raises ModelErrors as `tensor_value`."""
+
+    tensor: Any
+    folder: Path | None
+
+    def __call__(self) -> Array:
+        """Return the whole value."""
+        return tensor_value(self.tensor, self.folder)
+
+    def read_rows(self, rows: slice) -> Array:
+        """Return the value of consecutive rows."""
+        return _external_array(self.tensor, self.folder, rows)
+
+
+def _external_array(tensor: Any, folder: Path | None, rows: slice | None = None) -> Array:
+    """Return the value of external data, or of consecutive `rows`, for which no element may share a byte."""
     path = external_path(tensor, folder)
     name, shape, count = DTYPE_NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
@@ -272,6 +297,10 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
             f"states {length}, and the file has {path.stat().st_size}. The file is truncated, or it belongs to another "
             "model: copy it again."
         )
+    if rows is not None:
+        start, stop, _ = rows.indices(shape[0])
+        row_bytes, shape = expected_bytes // max(shape[0], 1), (max(stop - start, 0), *shape[1:])
+        offset, expected_bytes = offset + start * row_bytes, shape[0] * row_bytes
     data = np.fromfile(path, np.uint8, expected_bytes, offset=offset)
     if data.size < expected_bytes:  # A file that becomes shorter while it is mapped to memory would end the process.
         raise ModelError(f"{path} became shorter while it was read. Copy it again, and change no file during a run.")

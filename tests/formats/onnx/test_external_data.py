@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -26,8 +27,9 @@ from graphquant.backends import judge_ops
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats import weights_files
-from graphquant.formats.onnx import external_data, file_writer, session
+from graphquant.formats.onnx import external_data, file_writer, session, tensors
 from graphquant.formats.onnx.external_data import constant_bytes
+from graphquant.numerics import affine
 from graphquant.observers import histogram_kernel
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
@@ -353,17 +355,17 @@ def test_large_external_weights_are_memory_mapped(tmp_path: Path, monkeypatch: p
 def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing and writing sixteen weights of 4 MB needs the memory of a few."""
     size, count = 1 << 10, 16
-    path, nodes, tensors = tmp_path / "m.onnx", [], []
+    path, nodes, weights = tmp_path / "m.onnx", [], []
     with tmp_path.joinpath("m.data").open("wb") as file:
         for k in range(count):
             np.random.default_rng(k).standard_normal((size, size), np.float32).tofile(file)
             tensor = onnx.TensorProto(name=f"w{k}", data_type=1, dims=[size, size], data_location=1)
             for key, value in (("location", "m.data"), ("offset", k * 4 * size**2), ("length", 4 * size**2)):
                 tensor.external_data.add(key=key, value=str(value))
-            tensors.append(tensor)
+            weights.append(tensor)
             nodes.append(helper.make_node("MatMul", [f"x{k}", f"w{k}"], [f"x{k + 1}"]))
     interface = [[helper.make_tensor_value_info(name, 1, [1, size])] for name in ("x0", f"x{count}")]
-    graph = helper.make_graph(nodes, "g", *interface, tensors)
+    graph = helper.make_graph(nodes, "g", *interface, weights)
     path.write_bytes(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8).SerializeToString()
     )
@@ -382,6 +384,51 @@ def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pyte
     assert tmp_path.joinpath(*weight_files(tmp_path / "q.onnx")).stat().st_size >= count * size**2
     assert saving_peak < count * size**2  # less than all the integers alone
     assert loading_peak < 2 * count * size**2  # onnxruntime gets the integers, and never the float weights
+
+
+@pytest.mark.parametrize("shape", [(2 << 10, 4 << 10), (4 << 10, 2 << 10)])
+def test_blocks_of_a_weight_need_less_memory_than_the_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    """A weight of 32 MB is read, quantized to 4 bits, packed and written in slabs, with the same bytes as at once."""
+    np.random.default_rng(0).standard_normal(shape, np.float32).tofile(tmp_path / "m.data")
+    weight = onnx.TensorProto(name="w", data_type=1, dims=shape, data_location=1)
+    weight.external_data.add(key="location", value="m.data")
+    interface = [[helper.make_tensor_value_info(name, 1, [1, size])] for name, size in zip("xy", shape, strict=True)]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *interface, [weight])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    result = gq.insert(path, rules="weight_only_int4")
+    result.save(tmp_path / "whole.onnx")
+    monkeypatch.setattr(affine, "SLAB_ELEMENTS", 1 << 16)
+    tracemalloc.start()
+    try:
+        result.save(tmp_path / "slabs.onnx")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * math.prod(shape)
+    names = (weight_files(tmp_path / f"{name}.onnx")[0] for name in ("whole", "slabs"))
+    whole, slabs = (tmp_path.joinpath(name).read_bytes() for name in names)
+    assert slabs == whole
+    nodes = onnx.load(tmp_path / "slabs.onnx", load_external_data=False).graph.node
+    assert [node.op_type for node in nodes] == ["MatMulNBits"]
+
+
+def test_rows_of_a_weight(tmp_path: Path) -> None:
+    """Some rows are those of the whole weight. A file that became shorter than them is reported."""
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[6, 2, 3], data_location=1)
+    for key, value in (("location", "w.data"), ("offset", 8)):
+        weight.external_data.add(key=key, value=str(value))
+    np.arange(38, dtype=np.float32).tofile(tmp_path / "w.data")
+    reader = tensors.initializer_reader(weight, tmp_path)
+    assert isinstance(reader, tensors.TensorReader)
+    for rows in (slice(0, 2), slice(4, 9), slice(6, 8)):
+        np.testing.assert_array_equal(reader.read_rows(rows), reader()[rows])
+    os.truncate(tmp_path / "w.data", 100)
+    with pytest.raises(ModelError, match="truncated"):
+        reader.read_rows(slice(0, 1))
 
 
 def test_large_weights_are_not_read_to_load_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
