@@ -65,6 +65,8 @@ RANGE_CANDIDATES = tuple(f"{name} range" for name in RANGE_OBSERVERS)
 WEIGHT_BITS, SMALL_WEIGHT_BITS, WIDE_ACTIVATION_BITS = 8, 4, 16
 """Bit widths: of small weights, of the smallest weights, and of activations that need more than 8 bits."""
 
+WIDER_WEIGHTS = f"{WEIGHT_BITS}-bit weights"  # candidate of weights that have fewer bits by their rule
+
 HIGH_PRECISION_CANDIDATES = frozenset({f"{WIDE_ACTIVATION_BITS} bits", FLOAT_CANDIDATE})
 """Candidates whose ops run in high precision, because kernels for 16 bits are rare."""
 
@@ -103,7 +105,9 @@ def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> di
         for candidate, name in zip(RANGE_CANDIDATES, RANGE_OBSERVERS, strict=True):
             changed[candidate] = [site and _with_observer(site, name) for site in ranged]
     for bits in (WEIGHT_BITS, SMALL_WEIGHT_BITS) if small else (WEIGHT_BITS,):
-        changed[f"{bits}-bit weights"] = [_with_weight_bits(model, site, bits) for site in plan.sites]
+        changed[WIDER_WEIGHTS if bits == WEIGHT_BITS else f"{bits}-bit weights"] = [
+            _with_weight_bits(model, site, bits) for site in plan.sites
+        ]
     if not small:
         changed["weights per channel"] = [_with_channel_scales(model, parameters, site) for site in plan.sites]
         changed[f"{WIDE_ACTIVATION_BITS} bits"] = [site and _with_wide_activation(model, site) for site in ranged]

@@ -6,7 +6,8 @@ The steps, in the order of their price:
 2. Bias correction.
 3. Cross-layer equalization and SmoothQuant, which may insert products.
 4. AdaRound and GPTQ, which round the weights in another way.
-5. Float blocks, chosen by their error and their multiply-adds.
+5. Weights of 8 bits in place of fewer, as few as the target needs, those with the largest errors first.
+6. Float blocks, chosen by their error and their multiply-adds.
 
 Each step starts with the best plan of the previous one. Once the target is met, changes that it does not need are taken
 back, the most expensive first. Work is predicted before it starts, so that the result does not depend on the machine.
@@ -40,6 +41,7 @@ from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     HIGH_PRECISION_CANDIDATES,
     RULE_CANDIDATE,
+    WIDER_WEIGHTS,
     Candidate,
     ScaleGroup,
     group_shared_scales,
@@ -103,7 +105,7 @@ MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as
 class RepairStep:
     """One kind of change that a repair tried."""
 
-    change: str  # "ranges", "float", or the names of optimization algorithms
+    change: str  # "ranges", "8-bit weights", "float", or the names of optimization algorithms
     targets: tuple[str, ...] = ()  # changed tensors, or float blocks
     sqnr: float  # SQNR in dB of the worst output with this change and those before it, on the search samples
     kept: bool  # True if the final plan has the change
@@ -298,7 +300,11 @@ class _Repair:
         recipe = max(
             self._judged, key=lambda entry: (self._rank(self._judged[entry], entry, bar), entry == self._current)
         )
-        changes = {RANGES: recipe.candidates, FLOAT_BLOCKS: recipe.float_sites}
+        changes: dict[str, Collection[object]] = {
+            RANGES: [name for _, name in recipe.candidates if name != WIDER_WEIGHTS],
+            WIDER_WEIGHTS: [name for _, name in recipe.candidates if name == WIDER_WEIGHTS],
+            FLOAT_BLOCKS: recipe.float_sites,
+        }
         trace = RepairTrace(
             target_sqnr=self._request.target_sqnr,
             requested=requested,
@@ -343,7 +349,7 @@ class _Repair:
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
         self._try_ranges()
-        steps = [*algorithm_steps, self._float_hopeless_blocks, self._try_rounding]
+        steps = [*algorithm_steps, self._widen_weights, self._float_hopeless_blocks, self._try_rounding]
         for _ in range(MAX_ROUNDS):
             while steps and self._current_sqnr < self._aim:
                 steps.pop(0)()
@@ -487,7 +493,7 @@ class _Repair:
         candidate_plans = {
             name: candidate_plan
             for name, candidate_plan in make_candidate_plans(workspace.state.model, plan).items()
-            if name not in HIGH_PRECISION_CANDIDATES
+            if name not in {*HIGH_PRECISION_CANDIDATES, WIDER_WEIGHTS}
         }
         changed = {
             name: [index for index, site in enumerate(plan.sites) if candidate_plan.sites[index] != site]
@@ -496,13 +502,39 @@ class _Repair:
         baseline = sqnr = self._measure(self._current, quick=True)
         best = self._current
         for name, indices in changed.items():
-            recipe = replace(self._current, candidates=tuple((index, name) for index in indices))
+            recipe = self._with_candidates(dict.fromkeys(indices, name))
             if self._measure(recipe, quick=True) > sqnr:
                 best, sqnr = recipe, self._measure(recipe, quick=True)
         if candidate_plans and sqnr < self._aim:
             best, sqnr = self._improve_worst_blocks(best, changed)
         if sqnr >= baseline + MIN_GAIN_DB:
             self._try(RANGES, best, [plan.sites[index].tensor for index, _ in best.candidates])
+
+    def _with_candidates(self, chosen: Mapping[int, str]) -> Recipe:
+        """Return the current recipe with other candidates. Weights that have 8 bits already keep them."""
+        widened = {index: name for index, name in self._current.candidates if name == WIDER_WEIGHTS}
+        return replace(self._current, candidates=tuple(sorted({**chosen, **widened}.items())))
+
+    def _widen_weights(self) -> None:
+        """Give the weights of fewer bits with the largest errors 8 bits: the fewest weights that reach the aim."""
+        state = self._workspace(self._current).state
+        wide_plan = make_candidate_plans(state.model, state.plan).get(WIDER_WEIGHTS)
+        if wide_plan is None:
+            return
+        groups = sorted(self._find_groups(), key=lambda group: -group.candidates[0].error)
+        sites = [
+            index for group in groups for index in group.sites if wide_plan.sites[index] != state.plan.sites[index]
+        ]
+
+        def widened(count: int) -> Recipe:
+            return self._with_candidates(dict(self._current.candidates) | dict.fromkeys(sites[:count], WIDER_WEIGHTS))
+
+        least, most = 1, len(sites)
+        while least < most:  # the SQNR grows with the number of widened weights
+            count = (least + most) // 2
+            least, most = (least, count) if self._estimate(widened(count)) >= self._aim else (count + 1, most)
+        if sites:
+            self._try(WIDER_WEIGHTS, widened(most), [state.plan.sites[index].tensor for index in sites[:most]])
 
     def _improve_worst_blocks(self, recipe: Recipe, changed: Mapping[str, Sequence[int]]) -> tuple[Recipe, float]:
         """Try the other candidates in the blocks of the largest errors, one block after the other.
@@ -522,7 +554,7 @@ class _Repair:
             for name, indices in {RULE_CANDIDATE: (), **changed}.items():
                 candidates = {index: known for index, known in start.items() if index not in sites[key]}
                 candidates |= {index: name for index in indices if index in sites[key]}
-                trial = replace(recipe, candidates=tuple(sorted(candidates.items())))
+                trial = self._with_candidates(candidates)
                 if not self._is_affordable(self._plan_work(trial, quick=True)):
                     return recipe, sqnr
                 if self._measure(trial, quick=True) > sqnr:
@@ -741,7 +773,7 @@ class _Repair:
         for algorithm in (*ROUNDING_ALGORITHMS, *SCALING_ALGORITHMS, BIAS_CORRECTION, RANGES):
             recipe = self._current
             if algorithm == RANGES:
-                recipe = replace(recipe, candidates=())
+                recipe = self._with_candidates({})
             else:
                 dropped = SCALING_ALGORITHMS if algorithm in SCALING_ALGORITHMS else (algorithm,)
                 recipe = replace(recipe, algorithms=tuple(name for name in recipe.algorithms if name not in dropped))

@@ -204,6 +204,7 @@ def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
 
 
 FLOAT_BLOCKS = "float"  # step of a repair, as in `optimize.repair`, whose import is slow
+WIDER_WEIGHTS = "8-bit weights"  # likewise
 WORST_SHOWN = 3  # number of outputs and tensors to list if all bounds are met
 MISSED_SHOWN = 6  # number of tensors to list if a bound is missed
 
@@ -278,12 +279,16 @@ def repair_view(search: SearchTrace | None, validation: Validation | None) -> li
     if repair is None:
         return []
     quantized_share = None if validation is None or repair.requested else validation.quantized_share
-    changes = list(dict.fromkeys(step.change for step in repair.steps if step.kept and step.change != FLOAT_BLOCKS))
+    kept = [step for step in repair.steps if step.kept and step.change != FLOAT_BLOCKS]
+    changes = [
+        f"{len(step.targets)} of the weights in 8 bits" if change == WIDER_WEIGHTS else change
+        for change, step in {step.change: step for step in kept}.items()
+    ]
     if repair.float_blocks:
         changes.append(f"{join_names(repair.float_blocks, WORST_SHOWN)} left in float")
     nothing = "no change helps" if repair.stop_reason is None else "no change"
     figures = [f"{join_names(changes, len(changes))}: {_sqnr_text(repair.sqnr)}" if changes else nothing]
-    figures += [f"{percent(quantized_share)} of MACs in int8"] if changes and quantized_share is not None else []
+    figures += [f"{percent(quantized_share)} of MACs in int8"] if changes and quantized_share else []
     lines: list[RenderableType] = [
         plain_line(f"default plan {_sqnr_text(repair.default_sqnr)}; {', '.join(figures)}", "bold")
     ]

@@ -64,6 +64,36 @@ def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path)
     assert result.quantized_share == plain.quantized_share
 
 
+def test_few_weights_get_more_bits_before_any_is_float(tmp_path: Path) -> None:
+    """Of weights with 4 bits, the one with the largest error gets 8 bits, after all changes that add no bytes."""
+    rng = np.random.default_rng(5)
+    weights = {f"w{k}": rng.normal(size=(64, 64)).astype(np.float32) * 0.1 ** (k > 0) for k in range(4)}
+    nodes = [helper.make_node("MatMul", ["x", name], [f"p{name}"], name=name) for name in weights]
+    nodes.append(helper.make_node("Sum", [f"p{name}" for name in weights], ["y"]))
+    values = [helper.make_tensor_value_info(name, 1, ["n", 64]) for name in "xy"]
+    constants = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "net", values[:1], values[1:], constants)
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(64, 64)).astype(np.float32))
+    (tmp_path / "rules.toml").write_text(
+        '[scheme.weight]\ndtype = "int4"\nper = "channel"\n'
+        '[[rule]]\nname = "weight"\nproducer = { kind = "parameter" }\nquantize = "weight"\n'
+    )
+    plain = insert_net(tmp_path, rules=str(tmp_path / "rules.toml"), min_sqnr="none")
+    assert plain.validation.worst_sqnr < 20
+    result = insert_net(tmp_path, rules=str(tmp_path / "rules.toml"))
+    assert result.validation.worst_sqnr >= 20
+    assert "8-bit weights" in kept_changes(result)
+    assert "ranges" not in kept_changes(result)
+    assert "float" not in kept_changes(result)
+    assert {str(entry.site.tensor): entry.params.type.bits for entry in result.inserted} == {
+        "w0:0": 8,
+        "w1:0": 4,
+        "w2:0": 4,
+        "w3:0": 4,
+    }
+
+
 def test_float_blocks_are_the_last_change(outlier_net: Path) -> None:
     """Without the scaling algorithms, only blocks in float reach the target: those beside the outliers."""
     result = insert_net(outlier_net, algorithms=NO_SCALING)
