@@ -34,6 +34,7 @@ from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 from graphquant.utils import HtmlRepresentation
 
 if TYPE_CHECKING:
+    from graphquant.analysis.validation import Validation
     from graphquant.formats.tensorflow.tflite_converter import RuntimeTensor
     from graphquant.quantize.rewrite import InsertedPair
 
@@ -68,6 +69,9 @@ class ConversionReport(HtmlRepresentation):
     tensors: tuple[ConvertedTensor, ...]  # one entry for each planned tensor
     float_ops: tuple[FloatOp, ...]  # the ops that stayed float
     op_count: int  # the number of ops that compute something
+    validation: Validation | None = None  # errors of the file on the hold-out, None if they were not measured
+    warnings: tuple[str, ...] = ()  # outputs of the file that have at least twice the error of the plan's pairs
+    failures: tuple[str, ...] = ()  # bounds that the file misses, and reasons why it is not usable
 
     @property
     def agrees(self) -> bool:

@@ -314,12 +314,15 @@ def validate_model(
     include_sites: bool = True,
     target_sqnr: float | None = DEFAULT_MIN_SQNR,
     prepared: Model | None = None,
+    quantized_runner: Runner | None = None,
+    outputs: Mapping[str, str] | None = None,
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
     `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
-    `prepared` is the source as it was prepared for quantization, if that is known. Raises a DataError if a sample does
-    not fit the model.
+    `prepared` is the source as it was prepared for quantization, if that is known. `quantized_runner` runs a model that
+    no format module runs, and `outputs` has its outputs by those of the source. Raises a DataError if a sample does not
+    fit the model.
     """
     try:
         runner = formats.shared_runner(source, "source")
@@ -346,7 +349,9 @@ def validate_model(
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
         share = formats.create_runner if has_few_sites(site_count) else partial(formats.shared_runner, role="quantized")
-        comparison = compare_runners(runner, share(quantized), samples, sites, {}, report)
+        comparison = compare_runners(
+            runner, quantized_runner or share(quantized), samples, sites, outputs or {}, report
+        )
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner))
             if include_sites
@@ -370,7 +375,7 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
-    if validation.misses_target:
+    if validation.misses_target and quantized_runner is None:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
         score_sqnr = _measure_scores((source, runner), quantized, low_outputs, batches)
         validation = replace(validation, score_sqnr=score_sqnr)

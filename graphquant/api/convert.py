@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from graphquant.analysis.conversion_report import (
     find_clipped_tensors,
     join_reports,
 )
+from graphquant.analysis.validation import DEFAULT_MIN_SQNR, OPTIMIZER_LOSS, validate_model
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import ModelError, UsageError
@@ -78,7 +80,8 @@ def convert_to_tflite(
             if the plan has a range for all of them, and so do outputs.
 
     Returns:
-        Each planned tensor's scale and zero point with those of the runtime. The file is written even if they differ.
+        Each planned tensor's scale and zero point with those of the runtime, and the errors of the file in TensorFlow's
+        interpreter on the hold-out of `insert`. The file is written even if they differ.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -131,11 +134,61 @@ def convert_to_tflite(
         ]
     )
     data = join_tflite_files(files)
+    report = _with_validation(report, result, data)
     if path is not None:
         with lock_output(Path(path)):
             check_output(Path(path), result.source.path, force=force)  # another process may have written it since
             write_file(Path(path), data, "Give another output with -o.")
     return report
+
+
+def _with_validation(report: ConversionReport, result: Result, data: bytes) -> ConversionReport:
+    """Return the report with the errors of the TFLite file `data`, judged by those of the plan's pairs."""
+    planned, holdout = result.validation, result.holdout
+    if planned is None or planned.comparison is None or holdout is None:
+        return report
+    from graphquant.formats.tensorflow.runner import output_fetches, signatures_of_inputs
+    from graphquant.formats.tensorflow.tflite_converter import TFLiteRunner
+    from graphquant.formats.tflite import parse_tflite
+
+    signatures = signatures_of_inputs(result.source)
+    first, *others = signatures
+    names = {tensor: f"{signature.name}/{key}" for signature in others for key, tensor in signature.outputs.items()}
+    names |= {tensor: key for key, tensor in first.outputs.items()}
+    file = parse_tflite(data, Path("the converted model"))
+    runner = TFLiteRunner(file, [signature.name for signature in signatures], list(names.values()))
+    matches = {name: names[tensor] for name, tensor in output_fetches(result.source).items() if tensor in names}
+    validation = validate_model(
+        result.source,
+        file,
+        holdout,
+        planned.bounds,
+        None,
+        include_sites=False,
+        quantized_runner=runner,
+        outputs=matches,
+    )
+    figures = () if validation.comparison is None else validation.comparison.outputs
+    pairs = {output.name: output for output in planned.comparison.outputs}
+    worse = []
+    for output in figures:
+        before, after, step = pairs[output.name].sqnr, output.sqnr, runner.output_steps[output.quantized_name]
+        # The file rounds outputs that are float in the plan, such as probabilities.
+        is_rounded = output.max_error <= pairs[output.name].max_error + step
+        if before is not None and after is not None and before > after + OPTIMIZER_LOSS and not is_rounded:
+            worse.append((output.name, after, before))
+    # As for other formats, a default target that the pairs miss too is no failure.
+    is_low = any(after < DEFAULT_MIN_SQNR for _, after, _ in worse)
+    is_ruined = is_low or not figures or validation.worst_sqnr == -math.inf
+    return replace(
+        report,
+        validation=validation,
+        warnings=tuple(
+            f"output {name!r} of the file has {after:.1f} dB, and {before:.1f} dB with the pairs of its plan"
+            for name, after, before in worse
+        ),
+        failures=validation.failures if planned.bounds or result.strict or is_ruined else (),
+    )
 
 
 def _is_weight(model: Model, site: Site) -> bool:

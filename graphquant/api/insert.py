@@ -186,6 +186,8 @@ def insert(
         data_findings=findings,
         validation=validation,
         strict=settings.strict,
+        # Samples in memory would stay there as long as the result.
+        holdout=data.validation_set if result.model.format == "tensorflow" else None,
     )
     if not (result.is_changed or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))

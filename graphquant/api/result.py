@@ -35,6 +35,7 @@ from graphquant.utils.options import checks_types
 if TYPE_CHECKING:
     from graphquant.backends import Verdict
     from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.holdout import HoldOut
     from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace, TimeRatio
     from graphquant.quantize.integer_io import BoundaryTensor
     from graphquant.quantize.rewrite import InsertedPair
@@ -67,6 +68,7 @@ class Result(HtmlRepresentation):
         io: Integer inputs and outputs, and those that stay float with the reason; none without the option `io`.
         strict: True if a bound that is met but not proven is a failure.
         time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.
+        holdout: Samples of the validation, on which a TFLite file is validated too, or None.
     """
 
     model: Model
@@ -91,6 +93,7 @@ class Result(HtmlRepresentation):
     io: tuple[BoundaryTensor, ...] = ()
     strict: bool = False
     time_ratio: TimeRatio | None = None
+    holdout: HoldOut | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Shorten the text of long collections."""

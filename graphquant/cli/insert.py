@@ -114,6 +114,9 @@ def insert_command(
             f"{target.name} does not have all planned scales; -v lists them beside those of the runtime. Exclude these"
             " tensors with --exclude, or pass the ranges of the runtime."
         )
+    if conversion is not None and conversion.failures:
+        reasons = "; ".join(conversion.failures)
+        raise FindingsError(f"The validation of {target.name} failed: {reasons}. Exclude tensors, or use --io float32.")
     if export_ranges is not None:
         remember_output(result.export_ranges(export_ranges))
     note = "Nothing was written." if dry_run else f"{target} was written."

@@ -281,6 +281,9 @@ class ConversionJson(JsonObject):
     tensors: tuple[ConvertedTensorJson, ...]
     op_count: int
     float_ops: tuple[FloatOp, ...]
+    validation: ValidationJson | None
+    warnings: tuple[str, ...]
+    failures: tuple[str, ...]
 
 
 class InsertResult(JsonResult):

@@ -297,11 +297,14 @@ def conversion_view(conversion: ConversionReport, *, tables: bool = True) -> Ren
     message += f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
     float_lines = [plain_line(line, style="yellow") for line in float_ops]
+    lines: list[RenderableType] = [plain_line(message, style="bold")]
+    if conversion.validation is not None:
+        lines += [plain_line("The file in TFLite's interpreter:"), *validation_view(conversion.validation)]
+        lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
     if not tables:
-        float_lines[FLOAT_OPS_SHOWN:] = []
-        return Group(*float_lines, plain_line(message, style="bold"))
+        return Group(*float_lines[:FLOAT_OPS_SHOWN], *lines)
     table = Table(CONVERSION_COLUMNS, conversion.tensors)
-    return Group(heading, table, *float_lines, plain_line(message, style="bold"))
+    return Group(heading, table, *float_lines, *lines)
 
 
 def _zero_points_text(line: ConvertedTensor) -> str:

@@ -659,3 +659,75 @@ def test_values_that_the_converter_would_clip_stay_float(cli: Callable[..., Any]
     assert min(output.sqnr or 0.0 for output in compared.outputs) >= 25
     joined = next(op for op in gq.load(tmp_path / "x.tflite").main.ops() if op.type == "CONCATENATION")
     assert joined.outputs[0].dtype == "float32"
+
+
+def save_net(path: Path, compute: Callable[..., Any]) -> Path:
+    """Write a SavedModel of `compute`, of x (1, 8, 12) and four kernels (12, 12), and its data with the suffix .npz."""
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(1)
+    module = tf.Module()
+    module.kernels = [tf.Variable(rng.normal(0, 0.4, (12, 12)).astype(np.float32)) for _ in range(4)]
+    spec = tf.TensorSpec([1, 8, 12], tf.float32, name="x")
+    serve = tf.function(lambda x: {"y": compute(tf, x, *module.kernels)}, input_signature=[spec], autograph=False)
+    module.serve = serve
+    tf.saved_model.save(module, path, signatures={"serving_default": serve})
+    np.savez(path.with_suffix(".npz"), x=rng.normal(size=(24, 8, 12)).astype(np.float32))
+    return path
+
+
+def product_with_eye(tf: Any, x: Any, first: Any, last: Any, *_: Any) -> Any:
+    """Return a product whose second operand is a constant with positive values only."""
+    return tf.matmul(tf.nn.relu(x @ first), tf.eye(12, batch_shape=[1])) @ last
+
+
+def test_a_file_that_is_worse_than_its_plan_fails(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """TensorFlow's converter gives an excluded operand a range that XNNPACK computes wrong: exit code 1."""
+    path = save_net(tmp_path / "net", product_with_eye)
+    command = ("insert", path, "--data", path.with_suffix(".npz"), "--report", tmp_path / "report.json", "--force")
+    reports = []
+    for options, code in (((), 0), (("--exclude", "eye*"), 1)):
+        cli(*command, "-o", tmp_path / "net.tflite", *options, code=code)
+        reports.append(json.loads((tmp_path / "report.json").read_text("utf-8")))
+    conversions = [report["conversion"] for report in reports]
+    assert [conversion["agrees"] for conversion in conversions] == [True, True]
+    assert [(len(conversion["warnings"]), len(conversion["failures"])) for conversion in conversions] == [
+        (0, 0),
+        (1, 1),
+    ]
+    planned = [report["validation"]["comparison"]["outputs"][0]["sqnr"] for report in reports]
+    measured = [conversion["validation"]["comparison"]["outputs"][0]["sqnr"] for conversion in conversions]
+    assert min(planned[0], planned[1], measured[0]) > 30
+    assert measured[1] < 5
+
+
+def test_a_file_without_data_is_not_measured(tmp_path: Path) -> None:
+    """Without a validation there is neither a figure of the file nor a failure."""
+    path = save_net(tmp_path / "net", product_with_eye)
+    result = gq.insert(gq.freeze(gq.load(path)), rules=["tflite"], data=path.with_suffix(".npz"), validate=False)
+    conversion = gq.convert_to_tflite(result, None)
+    assert (conversion.validation, conversion.warnings, conversion.failures) == (None, (), ())
+
+
+def softmax_on_both_sides(tf: Any, x: Any, *kernels: Any) -> Any:
+    """Return products with one Softmax as first and as second operand."""
+    first, second, third, fourth = kernels
+    shares = tf.nn.softmax(tf.matmul(x @ first, x @ second, transpose_b=True))
+    return tf.matmul(tf.matmul(shares, x @ third), shares, transpose_a=True) @ (x @ fourth)
+
+
+def softmax_with_another_reader(tf: Any, x: Any, *kernels: Any) -> Any:
+    """Return a product with a Softmax as second operand, which another op reads too."""
+    shares = tf.nn.softmax(x @ kernels[0])
+    return tf.matmul(x @ kernels[1], shares, transpose_b=True) + tf.reduce_max(shares, -1, keepdims=True)
+
+
+@pytest.mark.parametrize("compute", [softmax_on_both_sides, softmax_with_another_reader])
+def test_a_softmax_that_is_a_second_operand_has_one_range(compute: Callable[..., Any], tmp_path: Path) -> None:
+    """All readers get the symmetric range. With a range for each reader the files had less than 5 dB."""
+    path = save_net(tmp_path / "net", compute)
+    result = gq.insert(gq.freeze(gq.load(path)), rules=["tflite"], data=path.with_suffix(".npz"))
+    conversion = gq.convert_to_tflite(result, None)
+    assert conversion.agrees
+    assert conversion.validation is not None
+    assert conversion.validation.worst_sqnr is not None
+    assert conversion.validation.worst_sqnr > 20

@@ -428,12 +428,14 @@ class TFLiteRunner:
         first, *others = signatures or known or ("",)
         self._inputs: dict[str, dict[str, Any]] = {}
         self._outputs: dict[str, dict[str, str]] = {}
+        self.output_steps: dict[str, float] = {}  # scales of the outputs, 0 for floats
         for signature in (first, *others):
             inputs, outputs = self._details(signature)
             names = {key: key if signature == first else f"{signature}/{key}" for key in outputs}
             names = {key: name for key, name in names.items() if signature == first or name in other_outputs}
             if names:
                 self._inputs[signature], self._outputs[signature] = inputs, names
+                self.output_steps |= {name: outputs[key]["quantization"][0] for key, name in names.items()}
         shared = {key: detail for inputs in reversed(self._inputs.values()) for key, detail in inputs.items()}
         self.inputs: Sequence[InputSpec] = [_interpreter_input(key, detail) for key, detail in shared.items()]
         self.outputs: Sequence[str] = [name for names in self._outputs.values() for name in names.values()]
