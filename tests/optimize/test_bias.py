@@ -236,6 +236,25 @@ def test_frozen_tensorflow(samples, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_constants_in_functions(tmp_path, monkeypatch):
+    """Ops in the functions of a SavedModel are observed and corrected like those of a frozen net."""
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    rng = np.random.default_rng(0)
+    weight, bias = rng.normal(size=(24, 16)).astype(np.float32), rng.normal(size=16).astype(np.float32)
+
+    class Net(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 24), tf.float32)])
+        def __call__(self, x):
+            return tf.nn.relu(tf.nn.bias_add(tf.matmul(x, weight), bias))
+
+    tf.saved_model.save(Net(), tmp_path / "net")
+    data = rng.gamma(1.0, size=(256, 24)).astype(np.float32)
+    result = gq.insert(tmp_path / "net", rules="tflite", data=data)
+    assert [(entry.algorithm, entry.applied) for entry in result.algorithm_results] == [("bias-correction", True)]
+
+
+@pytest.mark.slow
 def test_variables_are_left(samples):
     """A SavedModel's biases are variables: they stay, and each op says so."""
     pytest.importorskip("tensorflow")

@@ -23,7 +23,7 @@ from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
 from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
-from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, paused_gc, reachable
+from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
@@ -88,8 +88,13 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
     queue_attrs = {"component_types": types, "shared_name": f"{_QUEUE_PREFIX}_{index}"}
     queue = add_op("queue", "FIFOQueueV2", queue_attrs, control_source=tensor)
     enqueue = add_op("enqueue", "QueueEnqueueV2", {"Tcomponents": types}, [queue, observed])
+    result = graph.slots(graph.outputs[0])[0] if graph.name and graph.outputs and not uses else None
+    if result is not None:
+        # TensorFlow leaves out ops of a function that none of its outputs depends on.
+        tensor, uses, output = result, [Use(graph.name, graph.outputs[0], 0)], graph.output(result)
     value = Output("", output.dtype, output.shape)
-    graph.reroute(tensor, uses, add_op("value", "Identity", {"T": dtype}, [tensor], enqueue, value))
+    attrs = {"T": DataType(output.dtype or "float32")}
+    graph.reroute(tensor, uses, add_op("value", "Identity", attrs, [tensor], enqueue, value))
 
 
 LISTED_VARIABLES: Final = 3  # names of variables in a message
