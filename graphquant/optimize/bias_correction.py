@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from graphquant.ir import Model, Parameters, TensorRef, Use, paused_gc
+from graphquant.ir import DataType, Model, Parameters, TensorRef, Use, paused_gc
 from graphquant.numerics import SMALLEST_SCALE, Array, DynamicQParams, QParams, broadcast_along_axis, qparams_from_scale
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
 from graphquant.optimize.weighted_ops import (
@@ -30,10 +30,11 @@ from graphquant.optimize.weighted_ops import (
     dependency_levels,
     final_ops,
     find_unshared_constant,
+    find_weighted_clones,
     find_weighted_ops,
     measure_channel_means,
 )
-from graphquant.qdq.family import add_constant
+from graphquant.qdq.family import add_constant, new_op
 from graphquant.quantize import Plan, Site, Solution
 from graphquant.quantize.rewrite import FRAME_KINDS, rewrite
 
@@ -42,7 +43,6 @@ from graphquant.quantize.rewrite import FRAME_KINDS, rewrite
 BIAS_BITS: Final = 32
 """Smallest bit width of a bias that can be corrected. With fewer bits, one step is as large as the corrections."""
 
-VARIABLE_BIAS: Final = "its bias is a variable, with which training goes on; freeze the model to correct it"
 NO_CHANNEL_BIAS: Final = "its bias is not one number per channel"
 
 
@@ -71,7 +71,7 @@ class BiasStore:
         return replace(self._solution, plan=plan, params=dict(self._params))
 
     def is_variable(self, weighted: WeightedOp) -> bool:
-        """Return True if the bias is a variable, because training may continue with it."""
+        """Return True if the bias is a variable. It keeps its value, with which training may go on."""
         use = weighted.bias
         tensor = None if use is None else self._original_model.graphs[use.graph].source_of(use)
         return tensor is not None and self._parameters.is_variable(tensor)
@@ -95,6 +95,11 @@ class BiasStore:
         self._values[use], self._moved[use] = original, moved
         self._write_bias(weighted, use, value)
         return ""
+
+    def move_bias_of_clone(self, weighted: WeightedOp, clone: WeightedOp) -> None:
+        """Shift the bias of an op's copy in a function clone like that of the op, so that both compute the same."""
+        if weighted.bias is not None and clone.bias is not None:
+            self.move_bias(clone, self._moved[weighted.bias])
 
     def describe_change(self, weighted: WeightedOp) -> str:
         """Describe the change of a bias for reports."""
@@ -133,23 +138,32 @@ class BiasStore:
         return params if isinstance(params, QParams) else None
 
     def _write_bias(self, weighted: WeightedOp, use: Use, value: Array) -> None:
-        """Set the value of a bias. If other uses read the constant, or there is none, add one, quantized like it."""
+        """Set the value of a bias. If other uses read the constant, or there is none, add one, quantized like it.
+
+        To a variable, a constant is added with the shift.
+        """
         target = self._constants.get(use) or find_unshared_constant(self._original_model, use, value.shape)
+        is_variable = self.is_variable(weighted)
+        stored = (value - self._values[use]).astype(np.float32) if is_variable else value
         if target is not None:
             self._constants[use] = target
             graph = self.model.graphs[target.graph]
-            graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
+            graph.replace_op(replace(graph.op(target.op), read_value=lambda: stored))
             return
         graph = self.model.graphs[use.graph]
         old_bias = graph.source_of(use)
         self._constants[use] = new_bias = add_constant(
             graph,
-            f"{weighted.op.name}/bias_corrected",
-            value,
+            f"{weighted.op.name}/bias_{'shift' if is_variable else 'corrected'}",
+            stored,
             op_type="Const",
             rule=ALGORITHM_RULE,
             control_sources=(weighted.op.name,) if use.graph in self._framed else (),
         )
+        if is_variable:
+            name, fields = f"{weighted.op.name}/bias_corrected", {"type": "AddV2", "attrs": {"T": DataType("float32")}}
+            total = new_op(graph, name, "float32", value.shape, kind="add", rule=ALGORITHM_RULE, **fields)
+            new_bias = graph.add_op(total, [old_bias, new_bias])
         graph.set_source(use, new_bias)
         self._move_site(weighted, use, new_bias, value, is_new=old_bias is None)
 
@@ -218,7 +232,6 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
     weighted_ops = list(find_weighted_ops(edits.model, edits.solution))
     store = BiasStore(edits)
     reasons = {weighted.weight: weighted.no_bias_reason for weighted in weighted_ops if weighted.bias is None}
-    reasons |= {weighted.weight: VARIABLE_BIAS for weighted in weighted_ops if store.is_variable(weighted)}
     usable = [weighted for weighted in weighted_ops if weighted.weight not in reasons]
     float_means, rounded_means = _isolated_means(edits, usable, samples) if usable else ({}, {})
     corrected_ops = []
@@ -234,6 +247,10 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
         )
         for weighted in stage:
             _correct_bias(store, weighted, float_means, quantized_means)
+    clones = find_weighted_clones(edits.model, edits.solution)
+    for weighted in corrected_ops:
+        for clone in clones.get((weighted.graph, weighted.op.name), ()):
+            store.move_bias_of_clone(weighted, clone)
     results = [
         skipped_target(BIAS_CORRECTION, weighted.name, reasons[weighted.weight])
         if weighted.weight in reasons

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,9 +16,11 @@ from graphquant.ir import (
     MATRIX_PRODUCT_KINDS,
     WEIGHTED_KINDS,
     DataType,
+    FunctionClones,
     Graph,
     Model,
     Op,
+    OpKey,
     Parameters,
     Shape,
     TensorRef,
@@ -147,14 +149,32 @@ class WeightedOp:
 
 def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
     """Find the reachable ops whose weight has a scale, in graph order."""
+    return _find_weighted(model, solution, Parameters(model), model.reachable_ops())
+
+
+def find_weighted_clones(model: Model, solution: Solution) -> Mapping[OpKey, list[WeightedOp]]:
+    """Find the ops in function clones whose weight has a scale, by the graph and name of the op that they copy."""
+    found: dict[OpKey, list[WeightedOp]] = defaultdict(list)
+    parameters = Parameters(model)
+    clones = FunctionClones(model, parameters)
+    ops = [(model.graphs[name], op) for name in clones.clone_graphs for op in model.graphs[name].ops()]
+    for weighted in _find_weighted(model, solution, parameters, ops):
+        original = clones.original_op(weighted.graph, weighted.op.name)
+        if original is not None:
+            found[original].append(weighted)
+    return found
+
+
+def _find_weighted(
+    model: Model, solution: Solution, parameters: Parameters, ops: Iterable[tuple[Graph, Op]]
+) -> Iterator[WeightedOp]:
     quantized = {
         use
         for index, site in enumerate(solution.plan.sites)
         if index in solution.params and site.parameter
         for use in site.uses
     }
-    parameters = Parameters(model)
-    for graph, op in model.reachable_ops():
+    for graph, op in ops:
         if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles:
             continue
         weight = Use(graph.name, op.name, op.roles.index("weight"))

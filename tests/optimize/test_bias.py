@@ -12,7 +12,7 @@ import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS, algorithm
 from graphquant.optimize.algorithm import MIN_TARGETED_GAIN_STANDARD_ERRORS, rejection_reason
-from graphquant.optimize.bias_correction import BIAS_CORRECTION, VARIABLE_BIAS, shrink_mean
+from graphquant.optimize.bias_correction import BIAS_CORRECTION, shrink_mean
 from graphquant.optimize.weighted_ops import NO_BIAS, dependency_levels, final_ops
 from graphquant.rules import ALGORITHM_NAMES as NAMES
 
@@ -255,13 +255,43 @@ def test_constants_in_functions(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_variables_are_left(samples):
-    """A SavedModel's biases are variables: they stay, and each op says so."""
-    pytest.importorskip("tensorflow")
-    result = gq.insert(samples / "digits_cnn_saved_model", data=str(samples / "digits_cnn_calib.npz"))
-    details = {entry.detail for entry in result.algorithm_results}
-    assert VARIABLE_BIAS in details
-    assert not any(entry.applied for entry in result.algorithm_results)
+def test_variables_keep_their_values(tmp_path, monkeypatch):
+    """A constant is added to biases that are variables, in the functions that run and in their copies alike."""
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    rng = np.random.default_rng(0)
+
+    class Net(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable(rng.normal(size=(24, 16)).astype(np.float32))
+            self.bias = tf.Variable(rng.normal(size=16).astype(np.float32))
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 24), tf.float32)])
+        def serve(self, x):
+            return {"y": tf.nn.relu(tf.nn.bias_add(tf.matmul(x, self.weight), self.bias))}
+
+        @tf.function(input_signature=[tf.TensorSpec((None, 24), tf.float32)])
+        def copy(self, x):
+            return tf.nn.relu(tf.nn.bias_add(tf.matmul(x, self.weight), self.bias)) * 2
+
+    net, data = Net(), rng.gamma(1.0, size=(256, 24)).astype(np.float32)
+    tf.saved_model.save(net, tmp_path / "net", signatures={"serving_default": net.serve})
+    float_mean, errors = net.serve(data)["y"].numpy().mean(0), []
+    for correct in ("bias-correction", "not bias-correction"):
+        result = gq.insert(tmp_path / "net", rules="tflite", data=data, algorithms=correct)
+        assert [entry.applied for entry in result.algorithm_results] == [True] * (correct[0] == "b")
+        loaded = tf.saved_model.load(result.save(tmp_path / correct))
+        served = loaded.serve(data)["y"].numpy()
+        errors.append(np.abs(served.mean(0) - float_mean).max())
+        assert np.array_equal(loaded.copy(data).numpy(), served * 2)
+        assert np.array_equal(loaded.bias.numpy(), net.bias.numpy())
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loaded.serve(data)["y"])
+        assert np.abs(tape.gradient(loss, loaded.bias).numpy()).max() > 0
+    assert errors[0] < errors[1] / 2
+    stripped = gq.strip(tmp_path / "bias-correction")
+    assert gq.compare(tmp_path / "net", stripped.model, data=data).sqnr == np.inf
 
 
 @pytest.mark.parametrize("name", ["adaround", "gptq"])
