@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import openvino
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -109,6 +108,7 @@ def test_formats(tmp_path: Path, name: str, seed: int) -> None:
     in_range = pair.params.scale.repeat(block, 0)[:ROWS] * (largest * 2) > np.abs(weights)
     assert in_range.all()
     saved = result.save(tmp_path / "quantized.onnx")
+    openvino = pytest.importorskip("openvino")
     compiled = openvino.Core().compile_model(saved, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     np.testing.assert_allclose(compiled({"x": identity})[0], expected, rtol=1e-6)
     written = dequantized(gq.load(saved))
