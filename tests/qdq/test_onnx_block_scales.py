@@ -1,5 +1,6 @@
 """Blocks with scales of few bits, floats of 4 bits and integers of 2, as ONNX and OpenVINO compute with them."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -103,12 +104,10 @@ def knows_opset(opset: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, (*_, opset) in FORMATS.items() if knows_opset(opset)])
 def test_formats(tmp_path: Path, name: str, seed: int) -> None:
     """Written weights have the same bits in onnx's reference, OpenVINO and numpy, and are read back and stripped."""
     dtype, block, scale_type, target, opset = FORMATS[name]
-    if not knows_opset(opset):
-        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} does not know opset {opset}")
     weights = extreme_weights(seed)
     rules = write_format_rules(tmp_path / "r.toml", dtype, block, scale_type, target)
     result = gq.insert(write_product(tmp_path / "float.onnx", weights), rules=rules, validate=False)
@@ -124,9 +123,11 @@ def test_formats(tmp_path: Path, name: str, seed: int) -> None:
     in_range = pair.params.scale.repeat(block, 0)[:ROWS] * (largest * 2) > np.abs(weights)
     assert in_range.all()
     saved = result.save(tmp_path / "quantized.onnx")
-    openvino = pytest.importorskip("openvino")
-    compiled = openvino.Core().compile_model(saved, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    np.testing.assert_allclose(compiled({"x": identity})[0], expected, rtol=1e-6)
+    if find_spec("openvino"):  # the environments for releases of ONNX Runtime lack it
+        import openvino
+
+        compiled = openvino.Core().compile_model(saved, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        np.testing.assert_allclose(compiled({"x": identity})[0], expected, rtol=1e-6)
     written = dequantized(gq.load(saved))
     np.testing.assert_array_equal(written.scale, pair.params.scale)
     assert written.type == pair.params.type
