@@ -257,9 +257,7 @@ def detect_format(path: Path) -> str:
     return SUFFIXES[path.suffix]
 
 
-LINKS_ADVICE = (
-    "Copy the file into that folder, or use --allow-links if you trust the model"
-)
+LINKS_ADVICE = "Copy the file into that folder, or use --allow-links if you trust the model"
 """Remedy for a link that leads out of the folder of a model."""
 
 
