@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from graphquant.calibration.data.check import FEW_SAMPLES, DataFinding
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import Column, Table, join_names, plain_line, pluralize
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.comparison import MetricFigures
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
+    from graphquant.calibration.data.check import DataFinding
     from graphquant.optimize import SearchTrace
     from graphquant.optimize.search_budget import StopReason
 
@@ -185,22 +185,29 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
 
 
 NOTABLE_UNCERTAINTY = 6  # decibels between a measured SQNR and its lower bound from which the bound is shown
+LOWEST_USEFUL_BOUND = 10  # dB below which a lower bound only says that there are too few samples
 
 
 def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
     """Render the lower bounds of the outputs whose SQNR may be much lower on other samples."""
-    uncertain = [
-        (output.name, output.sqnr_lower_bound)
+    uncertain = {
+        output.name: output.sqnr_lower_bound
         for output in comparison.outputs
         if output.sqnr is not None and output.sqnr_lower_bound is not None
         # The samples are equal or too few if one of the two is infinite.
         if output.sqnr_lower_bound < output.sqnr - NOTABLE_UNCERTAINTY
-    ]
-    if not uncertain or comparison.random:
+    }
+    if comparison.random:
         return []
-    bounds = [f"{name} {'any SQNR' if bound == -math.inf else f'at least {bound:.1f} dB'}" for name, bound in uncertain]
-    few = f"{pluralize(comparison.samples, 'sample')} say little: " if comparison.samples < FEW_SAMPLES else ""
-    return [plain_line(f"  {few}on others, with 95% confidence, {join_names(bounds, WORST_SHOWN)}", "yellow")]
+    bounds = [f"{name} at least {bound:.1f} dB" for name, bound in uncertain.items() if bound >= LOWEST_USEFUL_BOUND]
+    unbounded = [name for name, bound in uncertain.items() if bound < LOWEST_USEFUL_BOUND]
+    messages = []
+    if bounds:
+        messages.append(f"on other samples, with 95% confidence: {join_names(bounds, WORST_SHOWN)}")
+    if unbounded:
+        names = join_names(unbounded, WORST_SHOWN)
+        messages.append(f"too few samples ({comparison.samples}) to predict the SQNR of {names} on others")
+    return [plain_line(f"  {message}", "yellow") for message in messages]
 
 
 FLOAT_BLOCKS = "float"  # step of a repair, as in `optimize.repair`, whose import is slow
