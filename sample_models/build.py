@@ -20,6 +20,7 @@ import tf2onnx
 from google.protobuf import text_format
 from nested import BRIGHTNESS_THRESHOLD, CLASSES, DigitsNested, build_nested_onnx
 from onnx import TensorProto, helper, numpy_helper
+from resnet import DigitsResNet, build_resnet_onnx, upscale
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
@@ -253,7 +254,9 @@ def batches(images: Array, epochs: int) -> Iterator[Array]:
             yield groups[group]
 
 
-def train_model(model: Model | DigitsNested, images: Array, labels: Array, epochs: int, learning_rate: float) -> None:
+def train_model(
+    model: Model | DigitsNested | DigitsResNet, images: Array, labels: Array, epochs: int, learning_rate: float
+) -> None:
     """Fit the model with Adam under a cosine learning-rate schedule."""
     variables = model.trainable_variables
     firsts = [tf.Variable(tf.zeros_like(variable)) for variable in variables]
@@ -489,15 +492,17 @@ def build(output: Path, name: str, shape: tuple[int, ...], epochs: int, learning
     return accuracies(runner(paths[2]), train, validation, test)
 
 
-def build_nested(output: Path, epochs: int, learning_rate: float) -> dict[str, float]:
-    """Train the network that is for ONNX alone, write its file and return its accuracies by data part."""
+def build_onnx(output: Path, name: str, epochs: int, learning_rate: float) -> dict[str, float]:
+    """Train a network that is for ONNX alone, write its file and return its accuracies by data part."""
     tf.random.set_seed(SEED)
+    model: DigitsNested | DigitsResNet = DigitsNested() if name == "digits_nested" else DigitsResNet()
     train, validation, test = splits((8, 8, 1))
-    model = DigitsNested()
+    if isinstance(model, DigitsResNet):
+        train, validation, test = ((upscale(images[..., 0]), labels) for images, labels in (train, validation, test))
     train_model(model, *train, epochs=epochs, learning_rate=learning_rate)
-    path = output / "digits_nested.onnx"
-    onnx.save(build_nested_onnx(model), path)
-    write_data(output, "digits_nested", train[0][:CALIBRATION_SAMPLES], test)
+    path = output / f"{name}.onnx"
+    onnx.save(build_nested_onnx(model) if isinstance(model, DigitsNested) else build_resnet_onnx(model), path)
+    write_data(output, name, train[0][:CALIBRATION_SAMPLES], test)
     runs = {
         "TensorFlow": lambda image: tf.nn.softmax(model.logits(tf.constant(image), training=False)).numpy(),
         path.name: onnx_runner(path),
@@ -516,7 +521,8 @@ def main() -> None:
     results = {
         "digits_cnn": build(output, "digits_cnn", (8, 8, 1), epochs=40, learning_rate=4e-3),
         "digits_rnn": build(output, "digits_rnn", (8, 8), epochs=80, learning_rate=6e-3),
-        "digits_nested": build_nested(output, epochs=60, learning_rate=4e-3),
+        "digits_nested": build_onnx(output, "digits_nested", epochs=60, learning_rate=4e-3),
+        "digits_resnet": build_onnx(output, "digits_resnet", epochs=20, learning_rate=2e-3),
     }
     print(json.dumps(results, indent=2))
 
