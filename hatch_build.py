@@ -21,7 +21,7 @@ def compiled(source: Path, folder: Path) -> Path | None:
     extension = Extension(
         NAME,
         [str(source)],
-        extra_compile_args=[] if os.name == "nt" else ["-O3"],  # a Python that was built with less hands that on
+        extra_compile_args=[] if os.name == "nt" else ["-O3", "-ffp-contract=off"],  # as numpy rounds
         py_limited_api=True,
         optional=True,
     )

@@ -1,5 +1,6 @@
 /* The kernels of histogram_kernel.py in C, without the GIL. They count float32 values in the bins of a table, compute the
- * squared error of scales and zero points from such counts, and compute the squared difference of float32 arrays.
+ * squared error of scales and zero points from such counts, compute the squared difference of float32 arrays, and try scales
+ * and zero points on blocks of weights.
  *
  * The code uses only the stable interface of Python 3.11, and reads arrays through the buffer interface, so that one build
  * works with every later Python and every numpy.
@@ -19,6 +20,13 @@
 #define SOON(place) __builtin_prefetch(place)
 #else
 #define SOON(place) ((void)(place))
+#endif
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define HAS_AVX2
+#define INLINE inline __attribute__((always_inline))
+#else
+#define INLINE inline
 #endif
 
 enum {
@@ -434,12 +442,115 @@ static PyObject *squares(PyObject *module, PyObject *arguments)
     return fits ? Py_BuildValue("dd", sums[0], sums[1]) : NULL;
 }
 
+/* Blocks of a weight as columns, float32 (size, count), and a scale and zero point to try on each of them. */
+typedef struct {
+    const float *columns, *sums, *scale, *zero; /* sums of the columns */
+    float *gain, *best_scale, *best_zero;
+    Py_ssize_t size, count;
+    float qmin, qmax, mean; /* the limits of the integers, and the squared mean of the inputs */
+    int fits;               /* true if the scale becomes that of least squares */
+} Trial;
+
+enum { TILE = 256 }; /* blocks whose sums fit into the L1 cache */
+
+static const float FLOAT_ROUNDS = 12582912.0F; /* 1.5 * 2**23: adding it rounds a number to an integer */
+
+/* Keep the params of the tile's blocks whose gain is the largest so far. Each operation is that of try_block_params in
+ * block_search.py, in the same order, so that the results have the same bits.
+ */
+static INLINE void try_tile(const Trial *t, Py_ssize_t start, Py_ssize_t n)
+{
+    float code_sums[TILE] = {0}, products[TILE] = {0}, powers[TILE] = {0}, low[TILE], high[TILE];
+    const float *scale = t->scale + start, *zero = t->zero + start;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        low[k] = t->qmin - zero[k];
+        high[k] = t->qmax - zero[k];
+    }
+    for (Py_ssize_t i = 0; i < t->size; i++) {
+        const float *values = t->columns + i * t->count + start;
+        for (Py_ssize_t k = 0; k < n; k++) {
+            float code = values[k] / scale[k];
+            code = code > low[k] ? code : low[k]; /* the limits are integers, so that the order of both does not count */
+            code = code < high[k] ? code : high[k];
+            code = code + FLOAT_ROUNDS - FLOAT_ROUNDS;
+            code_sums[k] += code;
+            products[k] += code * values[k];
+            powers[k] += code * code;
+        }
+    }
+    for (Py_ssize_t k = 0; k < n; k++) {
+        const float share = t->mean * code_sums[k], product = products[k] + share * t->sums[start + k];
+        const float power = powers[k] + share * code_sums[k], divisor = power > 1 ? power : 1;
+        const float best = t->fits && product > 0 ? product / divisor : scale[k];
+        const float gain = best * (2 * product - best * power);
+        if (gain > t->gain[start + k]) {
+            t->gain[start + k] = gain;
+            t->best_scale[start + k] = best;
+            t->best_zero[start + k] = zero[k];
+        }
+    }
+}
+
+static void try_all(const Trial *t)
+{
+    for (Py_ssize_t start = 0; start < t->count; start += TILE)
+        try_tile(t, start, t->count - start < TILE ? t->count - start : TILE);
+}
+
+#ifdef HAS_AVX2
+__attribute__((target("avx2"))) static void try_all_avx2(const Trial *t)
+{
+    for (Py_ssize_t start = 0; start < t->count; start += TILE)
+        try_tile(t, start, t->count - start < TILE ? t->count - start : TILE);
+}
+#endif
+
+static PyObject *try_params(PyObject *module, PyObject *arguments)
+{
+    Py_buffer columns, params, best; /* float32 (size, count), (3, count) and (3, count) */
+    Trial t;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*fffp:try_params", &columns, &params, &best, &t.qmin, &t.qmax, &t.mean,
+                          &t.fits))
+        return NULL;
+    PyObject *result = NULL;
+    t.count = params.len / 12;
+    t.size = t.count ? columns.len / 4 / t.count : 0;
+    if (t.count < 1 || params.len != t.count * 12 || best.len != params.len || columns.len != t.size * t.count * 4) {
+        PyErr_SetString(PyExc_ValueError, "try_params: the arrays do not fit each other");
+    } else {
+        t.columns = columns.buf;
+        t.sums = params.buf;
+        t.scale = t.sums + t.count;
+        t.zero = t.scale + t.count;
+        t.gain = best.buf;
+        t.best_scale = t.gain + t.count;
+        t.best_zero = t.best_scale + t.count;
+        Py_BEGIN_ALLOW_THREADS
+#ifdef HAS_AVX2
+        if (__builtin_cpu_supports("avx2"))
+            try_all_avx2(&t);
+        else
+#endif
+            try_all(&t);
+        Py_END_ALLOW_THREADS
+        Py_INCREF(Py_None);
+        result = Py_None;
+    }
+    PyBuffer_Release(&columns);
+    PyBuffer_Release(&params);
+    PyBuffer_Release(&best);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, "fill(values, shift, table): see count_values_numpy in histogram_kernel."},
     {"fill_all", fill_all, METH_O, "fill_all([(values, shift, table), ...]): the results of `fill` for each."},
     {"squared_errors", squared_errors, METH_VARARGS,
      "squared_errors(pieces, candidates, errors): see graphquant.observers.distribution."},
     {"squares", squares, METH_VARARGS, "squares(expected, actual): see sum_squares_numpy in histogram_kernel."},
+    {"try_params", try_params, METH_VARARGS,
+     "try_params(columns, params, best, qmin, qmax, mean, fits): see try_block_params in block_search."},
     {NULL, NULL, 0, NULL},
 };
 

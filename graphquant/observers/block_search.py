@@ -30,6 +30,7 @@ from graphquant.numerics import (
     iter_blocks,
     qparams_from_scale,
 )
+from graphquant.observers import histogram_kernel
 
 SHRINK_FACTORS: Final = (1.0, 0.94, 0.88, 0.82, 0.76, 0.7)  # factors of both ends of the range that are tried first
 LOW_BIT_SHRINK_FACTORS: Final = (0.6, 0.5, 0.4)  # also tried for up to `LOW_BITS`, which gain by clipping more
@@ -68,6 +69,25 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
     return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
 
 
+def try_block_params_numpy(
+    columns: Array, params: Array, best: Array, qmin: float, qmax: float, squared_mean: float, fits: bool
+) -> None:
+    """Try a scale and zero point on each column of `columns` (block, N), and update the gains, scales and zero points.
+
+    `params` has the sums of the columns, the scales and the zero points, float32 (3, N), and `best` the largest gains
+    and their params. If `fits`, the scale becomes the one of least squares for the integers.
+    """
+    sums, scale, zero = params
+    codes = np.clip(np.rint(columns / scale), np.float32(qmin) - zero, np.float32(qmax) - zero)
+    code_sums, mean = codes.sum(0), np.float32(squared_mean)
+    products = np.einsum("ij,ij->j", codes, columns) + mean * code_sums * sums
+    powers = np.einsum("ij,ij->j", codes, codes) + mean * code_sums * code_sums
+    if fits:
+        scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
+    gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
+    np.copyto(best, np.stack([gain, scale, zero]), where=gain > best[0])
+
+
 def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
     """Return scale, float32, and zero point, int8 for few bits and else int32, of each row of `blocks` (N, block)."""
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
@@ -77,27 +97,20 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
     unit = np.ldexp(np.float32(1), np.frexp(np.abs(columns).max(0))[1] - 1)
     columns = columns / unit
     low, high = np.minimum(columns.min(0), 0), np.maximum(columns.max(0), 0)
-    best_gain, best_scale, best_zero = np.full(low.shape, -1, np.float32), np.ones_like(low), np.zeros_like(low)
-    codes, sums = np.empty_like(columns), columns.sum(0)
+    # Rows: the sums, and the scales and zero points to try; the gains, scales and zero points of the best trials.
+    params, best = np.empty((3, len(blocks)), np.float32), np.zeros((3, len(blocks)), np.float32)
+    params[0], best[0], best[1] = columns.sum(0), -1, 1
+    best_scale, best_zero = best[1:]
 
     def try_params(scale: Array, zero: Array) -> None:
         """Keep the params of the blocks whose error is the least so far, with the best scale for their integers."""
-        scale = np.maximum(scale, SMALLEST_RELATIVE_SCALE)
+        np.maximum(scale, SMALLEST_RELATIVE_SCALE, out=params[1])
+        params[2] = zero
         if grid.power_of_two:
-            mantissa, exponent = np.frexp(scale)
-            scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
-        np.divide(columns, scale, out=codes)
-        np.rint(codes, out=codes)
-        np.clip(codes, qmin - zero, qmax - zero, out=codes)
-        code_sums = codes.sum(0)
-        products = np.einsum("ij,ij->j", codes, columns) + SQUARED_MEAN * code_sums * sums
-        powers = np.einsum("ij,ij->j", codes, codes) + SQUARED_MEAN * code_sums * code_sums
-        if not grid.power_of_two:
-            scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
-        gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
-        better = gain > best_gain
-        for best, values in ((best_gain, gain), (best_scale, scale), (best_zero, zero)):
-            np.copyto(best, values, where=better)
+            mantissa, exponent = np.frexp(params[1])
+            params[1] = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
+        try_kernel = histogram_kernel.try_params or try_block_params_numpy
+        try_kernel(columns, params, best, qmin, qmax, float(SQUARED_MEAN), not grid.power_of_two)
 
     for factor in SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ()):
         if grid.symmetric:

@@ -114,3 +114,29 @@ def test_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = search_block_params(weight, grid, 0, 32)
     assert threads.scale.tobytes() == serial.scale.tobytes()
     assert threads.zero_point.tobytes() == serial.zero_point.tobytes()
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", ["uint4", "int4", "uint2", "int8", "uint8"])
+@pytest.mark.parametrize("count", [1, 255, 256, 1030])
+def test_both_kernels_search_the_same(
+    monkeypatch: pytest.MonkeyPatch, extension, dtype: str, count: int, power_of_two: bool
+) -> None:
+    """The compiled trials give scales and zero points with the bits of those in numpy."""
+    weight = np.random.default_rng(count).standard_t(3, (64, count)).astype(np.float32)
+    weight[:, ::7] = 0
+    grid = QuantizationGrid(type=parse_type(dtype), symmetric=dtype.startswith("int"), power_of_two=power_of_two)
+    results = []
+    for kernel in (extension.try_params, None):
+        monkeypatch.setattr("graphquant.observers.histogram_kernel.try_params", kernel)
+        results.append(search_block_params(weight, grid, 0, 32))
+    assert results[0].scale.tobytes() == results[1].scale.tobytes()
+    assert results[0].zero_point.tobytes() == results[1].zero_point.tobytes()
+
+
+def test_trials_of_other_shapes(extension) -> None:
+    """Arrays that do not fit each other are rejected."""
+    columns, params = np.ones((32, 4), np.float32), np.ones((3, 4), np.float32)
+    for sizes in ((columns, params, params[:2].copy()), (columns.ravel()[:-1], params, params.copy())):
+        with pytest.raises(ValueError, match="fit"):
+            extension.try_params(*sizes, 0, 15, 0, True)
