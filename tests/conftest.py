@@ -18,7 +18,7 @@ from support.plans import disable_costs
 from support.shared_models import NO_SHARED_MODELS, SHARED_MODELS
 
 from graphquant.formats import format_module
-from graphquant.utils.tf_determinism import disable_onednn
+from graphquant.utils import disable_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

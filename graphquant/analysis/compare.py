@@ -31,7 +31,7 @@ from graphquant.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
-    from graphquant.calibration.metric import Metric
+    from graphquant.calibration.data.function import Metric
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.ir import TensorRef
     from graphquant.numerics import Array

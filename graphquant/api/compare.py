@@ -22,8 +22,8 @@ from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_se
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
+from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import complete_model_data, open_labelled_data
-from graphquant.calibration.metric import load_metric
 from graphquant.errors import UsageError
 from graphquant.ir import Model
 from graphquant.quantize import Plan, read_plan

@@ -40,6 +40,7 @@ from graphquant.calibration import (
     sites_needing_data,
 )
 from graphquant.calibration.data import as_data_spec, parse_data_sources
+from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import (
     CalibrationData,
     complete_model_data,
@@ -47,7 +48,6 @@ from graphquant.calibration.holdout import (
     open_required_labels,
 )
 from graphquant.calibration.memory import return_freed_memory
-from graphquant.calibration.metric import load_metric
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import (
     BuiltModel,
@@ -78,14 +78,15 @@ from graphquant.quantize import (
     read_range_file,
     transfer_ranges,
 )
-from graphquant.quantize.integer_io import set_pixel_ranges, with_integer_io
-from graphquant.quantize.kv_cache import (
+from graphquant.quantize.integer_io import (
     ATTENTION,
     AttentionCache,
     StateLimits,
     cache_limits,
     find_caches,
+    set_pixel_ranges,
     with_int8_cache,
+    with_integer_io,
 )
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress

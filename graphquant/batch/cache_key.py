@@ -29,7 +29,7 @@ from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
 from graphquant.rules.load import INLINE_ARROW, resolve_costs
-from graphquant.utils.tf_determinism import onednn_setting
+from graphquant.utils import onednn_setting
 
 VERSIONED_PACKAGES = (
     *("numpy", "ml_dtypes", "protobuf", "onnx", "pillow", "pyarrow", "keras", "h5py"),

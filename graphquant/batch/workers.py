@@ -25,8 +25,8 @@ import psutil
 from graphquant.batch.types import Entry, Outcome
 from graphquant.batch.work import failed_outcome
 from graphquant.errors import UsageError, escape_unprintable
+from graphquant.utils import disable_onednn
 from graphquant.utils.atomic_files import remove_stale_files
-from graphquant.utils.tf_determinism import disable_onednn
 
 WorkFunction = Callable[..., Outcome]
 ProgressCallback = Callable[[Entry, str, int, int], None]

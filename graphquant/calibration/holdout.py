@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset, MemoryData
     from graphquant.calibration.data.check import SampleCheck
     from graphquant.calibration.data.dataset import Feed
-    from graphquant.calibration.metric import Metric
+    from graphquant.calibration.data.function import Metric
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model
 

@@ -17,7 +17,7 @@ from graphquant.cli.insert import freeze_command, insert_command, strip_command
 from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command, rules_group
 from graphquant.cli.mcp import mcp_command
 from graphquant.cli.options import ErrorHandlingGroup
-from graphquant.utils.tf_determinism import disable_onednn
+from graphquant.utils import disable_onednn
 
 
 @click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

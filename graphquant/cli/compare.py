@@ -191,7 +191,7 @@ def check_command(
 
         print_view(Group(*map(view.check_view, reports)), output)
     elif form == "json":
-        from graphquant.visualize.json_checks import CheckResult
+        from graphquant.visualize.json_results import CheckResult
 
         data = [CheckResult.model_validate(report).as_json() for report in reports]
         write_or_print(data[0] if len(data) == 1 else data, output)

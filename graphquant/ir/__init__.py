@@ -27,7 +27,17 @@ from graphquant.ir.kinds import (
     VALUE_MOVING_KINDS,
     WEIGHTED_KINDS,
 )
-from graphquant.ir.macs import count_macs, unsized_tensors
+from graphquant.ir.macs import (
+    channel_axis,
+    count_macs,
+    input_channels,
+    kernel_size,
+    matrix_rows,
+    merged_channel_shape,
+    output_channels,
+    reduction_axis,
+    unsized_tensors,
+)
 from graphquant.ir.parameters import Parameters, find_states, require_finite_weight, weight_ends
 from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import (
@@ -45,13 +55,4 @@ from graphquant.ir.types import (
     Use,
     fully_known_shape,
     qualified_op_name,
-)
-from graphquant.ir.weight_layout import (
-    channel_axis,
-    input_channels,
-    kernel_size,
-    matrix_rows,
-    merged_channel_shape,
-    output_channels,
-    reduction_axis,
 )

@@ -18,7 +18,7 @@ from graphquant.optimize.channel_groups import ChannelConstant, ChannelGroup, fi
 
 if TYPE_CHECKING:
     from graphquant.optimize.algorithm import AlgorithmData
-    from graphquant.optimize.channel_layout import ChannelLayout
+    from graphquant.optimize.channel_groups import ChannelLayout
     from graphquant.quantize import Plan, Site
 
 # The next part predicts the rounding noise at the weighted ops of a group as a function of its channel scales.

@@ -15,8 +15,7 @@ from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
-from graphquant.quantize.integer_io import integer_tensors, with_float_io
-from graphquant.quantize.kv_cache import restore_float_cache
+from graphquant.quantize.integer_io import integer_tensors, restore_float_cache, with_float_io
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
 

@@ -1,7 +1,6 @@
 """Rule files: loading, validation and their data."""
 
-from graphquant.rules.json_schema import rule_file_schema
-from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, shipped_rule_files
+from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, rule_file_schema, shipped_rule_files
 from graphquant.rules.matcher import (
     LIST_NAMES_HINT,
     RuleMatch,
@@ -15,6 +14,7 @@ from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Sele
 from graphquant.rules.scheme import ObserverConfig, Scheme, change_scheme
 from graphquant.rules.toml_document import (
     DocumentKind,
+    KeyPath,
     Mistake,
     describe_table_schema,
     field_descriptions,
@@ -24,4 +24,3 @@ from graphquant.rules.toml_document import (
     table_keys,
     validate_document,
 )
-from graphquant.rules.toml_lines import KeyPath

@@ -1,7 +1,8 @@
-"""Helpers that are independent of models: progress callbacks, text and HTML of objects, options, atomic files."""
+"""Helpers that are independent of models: progress callbacks, text and HTML of objects, deterministic TensorFlow."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import partial
@@ -94,3 +95,19 @@ def _short_repr(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= MAX_REPR_LENGTH else f"{text[: MAX_REPR_LENGTH - 3]}..."
     return f"<{len(value)} items>" if isinstance(value, Collection) else f"<{type(value).__name__}>"
+
+
+ONEDNN_VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
+"""Environment variable that enables TensorFlow's oneDNN kernels. Their rounding depends on memory alignment."""
+
+ONEDNN_OFF = "0"
+
+
+def disable_onednn() -> None:
+    """Disable oneDNN in a TensorFlow that is imported later, unless the user has set the variable."""
+    os.environ.setdefault(ONEDNN_VARIABLE, ONEDNN_OFF)
+
+
+def onednn_setting() -> str:
+    """Return the setting in effect. Results with and without oneDNN differ."""
+    return os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)

@@ -15,15 +15,6 @@ from graphquant.calibration.data.check import DataFinding
 from graphquant.optimize import AlgorithmResult, TimeRatio
 from graphquant.quantize import SkipCode
 from graphquant.quantize.integer_io import BoundaryTensor
-from graphquant.visualize.json_checks import (
-    CheckedOp,
-    CheckResult,
-    CompareResult,
-    DataCheckResult,
-    DiffResult,
-    ExplainResult,
-)
-from graphquant.visualize.json_inspect import InspectResult, InspectStatsResult
 from graphquant.visualize.json_objects import (
     Digests,
     JsonObject,
@@ -38,6 +29,16 @@ from graphquant.visualize.json_objects import (
     UseJson,
     at,
     if_set,
+)
+from graphquant.visualize.json_results import (
+    CheckedOp,
+    CheckResult,
+    CompareResult,
+    DataCheckResult,
+    DiffResult,
+    ExplainResult,
+    InspectResult,
+    InspectStatsResult,
 )
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from graphquant.analysis.validation import Bounds
 from graphquant.batch.work import outcome_metrics
 from graphquant.errors import UsageError
 from graphquant.visualize.compare_report import validation_view
-from graphquant.visualize.json_checks import CompareResult
+from graphquant.visualize.json_results import CompareResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable

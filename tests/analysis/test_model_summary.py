@@ -8,7 +8,7 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats.onnx import load
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.ir import Graph
-from graphquant.visualize.json_inspect import InspectResult
+from graphquant.visualize.json_results import InspectResult
 from graphquant.visualize.tables import render_text
 from graphquant.visualize.text import summary_view
 

@@ -7,7 +7,7 @@ import pytest
 import graphquant
 from graphquant.batch import cache_key
 from graphquant.batch.cache_key import FileHashes
-from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
+from graphquant.utils import ONEDNN_VARIABLE
 
 
 @pytest.mark.parametrize("name", ["onnxruntime-gpu", "onnxruntime-openvino", "tensorflow-cpu", "keras", "h5py"])

@@ -15,7 +15,7 @@ import graphquant as gq
 from graphquant.errors import DataError, FindingsError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx import has_int8_cache
-from graphquant.quantize.kv_cache import CACHE_LIMIT, EXPECTED_VALUES, StateLimits, cache_limits, find_caches
+from graphquant.quantize.integer_io import CACHE_LIMIT, EXPECTED_VALUES, StateLimits, cache_limits, find_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

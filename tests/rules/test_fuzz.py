@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from graphquant.errors import RuleError
 from graphquant.rules import RuleSet, load_ruleset, rule_file_schema, shipped_rule_files
-from graphquant.rules.json_schema import RULE_FILE_KIND
+from graphquant.rules.load import RULE_FILE_KIND
 
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -18,7 +18,7 @@ from graphquant.calibration import DataRun, ObservationTarget, Stats
 from graphquant.ir import TensorRef
 from graphquant.numerics import IntType, QParams, Range
 from graphquant.observers import Sketch, estimate_cost, sketch_values
-from graphquant.visualize.json_inspect import InspectStatsResult
+from graphquant.visualize.json_results import InspectStatsResult
 from graphquant.visualize.statistics_report import range_report_view, share_text, stats_page
 
 HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(1)>\x1b[31m&amp;'

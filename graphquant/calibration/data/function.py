@@ -3,6 +3,10 @@
 The function may return any iterable of arrays, dictionaries or tuples, a `tf.data.Dataset`, or an ONNX Runtime
 `CalibrationDataReader`. It is called again for each pass over the data. An item has the layout of an array in an `.npz`
 file: it is one sample or a stack of samples.
+
+A user's own metric scores the outputs of a batch, higher is better. The function gets the outputs by name, and the
+labels: all arrays of the data that no input takes. The first axis of an array counts samples. The score of a model is
+the mean over the samples.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +42,13 @@ from graphquant.calibration.data.fit import (
     split_range,
 )
 from graphquant.calibration.memory import available_memory
-from graphquant.errors import DataError, GraphQuantError
+from graphquant.errors import DataError, GraphQuantError, UsageError
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
+
 
 PAIR_SIZE = 2  # size of an item of features and labels
 MAX_ITEMS = 1_000_000  # number of items after which an iterable is considered endless
@@ -293,3 +299,38 @@ def _random_values(name: str, index: int, shape: tuple[int, ...], dtype: np.dtyp
     is_byte = dtype_kind(dtype) == "int" and dtype.itemsize == 1
     low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if is_byte else (0, 1)
     return np.asarray(generator.integers(low, high, shape, np.int64, endpoint=True)).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A function of outputs and labels, and its name for reports."""
+
+    name: str
+    function: Callable[[dict[str, Array], dict[str, Array]], Any]
+
+    def score(self, outputs: Mapping[str, Array], labels: Mapping[str, Array]) -> float:
+        """Return the score of a batch. Raises a DataError if the function fails or returns no finite number."""
+        with wrap_user_errors(f"The metric {self.name}", "failed"):
+            result = self.function(dict(outputs), dict(labels))
+        try:
+            score = float(result)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not math.isfinite(score):
+            found = f"{type(result).__name__} {str(result)[:40]}"
+            raise DataError(f"The metric {self.name} returned {found}. Return one finite number; higher is better.")
+        return score
+
+
+def load_metric(metric: Any) -> Metric | None:
+    """Return the metric of an option: `module:function`, which is imported, a function, or None."""
+    if metric is None or isinstance(metric, Metric):
+        return metric
+    if callable(metric):
+        return Metric(getattr(metric, "__qualname__", type(metric).__name__), metric)
+    if not isinstance(metric, str) or not all(metric.partition(":")):
+        raise UsageError(f"The metric {str(metric)[:60]!r} is not a function. Write module:function.")
+    function = import_object(metric, "Name a function of outputs and labels that returns a number.")
+    if not callable(function):
+        raise DataError(f"{metric} is not a function. Name a function of outputs and labels that returns a number.")
+    return Metric(metric, function)

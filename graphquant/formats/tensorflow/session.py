@@ -24,7 +24,7 @@ from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED
 from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, paused_gc, reachable
-from graphquant.utils.tf_determinism import disable_onednn
+from graphquant.utils import disable_onednn
 
 if TYPE_CHECKING:
     from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource

@@ -19,7 +19,7 @@ from graphquant.formats.tensorflow import create_runner, load, save, session
 from graphquant.ir import Model, Parameters, TensorRef, Use, check_invariants
 from graphquant.numerics import IntType, Range, dequantize, quantize, tf_ranges
 from graphquant.qdq import FAMILIES, QDQSite
-from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
+from graphquant.utils import ONEDNN_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ import pytest
 
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats.tflite import ops, parse_tflite
-from graphquant.visualize.json_inspect import InspectResult
+from graphquant.visualize.json_results import InspectResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from support.cli import invoke_cli
 import graphquant as gq
 from graphquant.analysis.compare import MetricTally
 from graphquant.analysis.validation import Bounds
-from graphquant.calibration.metric import Metric, load_metric
+from graphquant.calibration.data.function import Metric, load_metric
 from graphquant.errors import DataError, UsageError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from graphquant.rules.toml_lines import MAX_NESTING, KeyLines, NestingError, locate_keys, nearest_line
+from graphquant.rules.toml_document import MAX_NESTING, KeyLines, NestingError, locate_keys, nearest_line
 
 TEXT = '''\
 # a comment [not.a.table]
