@@ -101,6 +101,7 @@ def run_shell(text):
     return process.stdout
 
 
+@pytest.mark.slow
 def test_from_graph_editor(docs_folder):
     """The page's code blocks run, print the documented output, and create the files."""
     printed = run_page("from-graph-editor.md")
@@ -114,6 +115,7 @@ def test_from_graph_editor(docs_folder):
     assert names >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
 
 
+@pytest.mark.slow
 def test_data(docs_folder):
     """The page's code blocks run, print the documented output, and the data description is valid."""
     printed = run_page("data.md")
@@ -125,6 +127,7 @@ def test_data(docs_folder):
     assert docs_folder.joinpath("digits.onnx").is_file()
 
 
+@pytest.mark.slow
 def test_compare(docs_folder):
     """The page's code blocks run, and the page names every key of the JSON."""
     printed = run_page("compare.md")
@@ -156,6 +159,7 @@ def test_batch_tables():
     assert sorted(rows) == sorted([*keys_of(ModelTable), *(f"{{{part}}}" for part in PLACEHOLDERS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["diff.md", "strip.md"])
 def test_undoing(docs_folder, page):
     """The page's code blocks run and print the documented output."""
@@ -165,6 +169,7 @@ def test_undoing(docs_folder, page):
     assert expected in printed
 
 
+@pytest.mark.slow
 def test_preparation(docs_folder):
     """The page's code blocks print the documented steps, and none with the file that disables them."""
     printed = run_page("preparation.md")
@@ -205,7 +210,8 @@ def test_tensorflow(docs_folder):
     assert {path.name for path in docs_folder.iterdir()} >= {"digits", "trained", "digits.pb"}
 
 
-@pytest.mark.parametrize("name", ["accelerator", "ci", "onnx", pytest.param("tflite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerator", "ci", "onnx", "tflite"])
 def test_tutorials(docs_folder, name):
     """The code blocks of each tutorial run, and print the documented output."""
     printed = run_page(f"tutorials/{name}.md")
@@ -220,14 +226,19 @@ GUIDES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow) if page == "howto/signatures.md" else page for page in GUIDES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", GUIDES)
 def test_guides(docs_folder, page):
-    """The code blocks of each how-to and explanation run, print the documented output, and links are valid."""
+    """The code blocks of each how-to and explanation run, and print the documented output."""
     printed = run_page(page)
     text = ROOT.joinpath("docs", page).read_text("utf-8")
     assert all(f"{line}\n" in printed for line in re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_links_of_guides(page):
+    """The links of each how-to and explanation lead to files."""
+    text = ROOT.joinpath("docs", page).read_text("utf-8")
     targets = re.findall(r"\]\(([^)#]+)", text)
     folder = ROOT.joinpath("docs", page).parent
     assert [target for target in targets if "://" not in target and not folder.joinpath(target).exists()] == []
@@ -241,6 +252,7 @@ def test_ranges(docs_folder):
     assert {path.name for path in docs_folder.iterdir()} >= {"digits.encodings", "again.onnx", "moved.onnx"}
 
 
+@pytest.mark.slow
 def test_agents(docs_folder):
     """The commands of the skill and of the page run, and the page prints the documented output."""
     printed = run_page("agents.md")

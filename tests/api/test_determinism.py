@@ -65,6 +65,7 @@ def assert_equal(folder: Path, *todo: list[object]) -> None:
     assert {Path(name).parts[0] for name in names} <= {Path(name).parts[0] for name in one}
 
 
+@pytest.mark.slow
 def test_calibrated_model_with_bodies(samples: Path, tmp_path: Path) -> None:
     """Model, report, plan and texts of a calibrated ONNX model; a statistics file, its table, JSON data and page."""
     model, data = samples / "digits_rnn.onnx", samples / "digits_rnn_calib.npz"

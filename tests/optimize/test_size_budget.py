@@ -69,6 +69,7 @@ def stored_types(path: Path) -> dict[str, int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """The file has the reported size within the budget. Fewer bytes lose more, and weights have their reason."""
     model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
