@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper, save
 from support.onnx_models import run_onnx, save_outlier_net
 
 import graphquant as gq
-from graphquant.api.insert import CLOSE_DB
+from graphquant.api.plan_search import CLOSE_DB
 from graphquant.errors import ModelError
 from graphquant.optimize import repair
 from graphquant.optimize.search_budget import MIN_LIMIT_SECONDS, SearchBudget, SearchCosts, SearchLimitError
@@ -152,14 +152,14 @@ def test_a_holdout_without_large_errors_does_not_hide_them(outlier_net: Path, mo
     errors = np.square(actual - expected).sum(1) / np.square(expected).sum(1)
     np.savez(outlier_net / "data.npz", x=data[np.argsort(-errors)])  # the hold-out is the last fifth
     holdout_sqnr = insert_net(outlier_net, min_sqnr="none").validation.worst_sqnr
-    monkeypatch.setattr(sys.modules["graphquant.api.insert"], "DEFAULT_MIN_SQNR", holdout_sqnr - 1)
+    monkeypatch.setattr(sys.modules["graphquant.api.plan_search"], "DEFAULT_MIN_SQNR", holdout_sqnr - 1)
     result = insert_net(outlier_net)
     assert result.search is not None
     trace = result.search.repair
     assert trace is not None
     assert trace.default_sqnr < trace.target_sqnr < holdout_sqnr
     assert trace.met
-    monkeypatch.setattr(sys.modules["graphquant.api.insert"], "DEFAULT_MIN_SQNR", holdout_sqnr - CLOSE_DB)
+    monkeypatch.setattr(sys.modules["graphquant.api.plan_search"], "DEFAULT_MIN_SQNR", holdout_sqnr - CLOSE_DB)
     assert insert_net(outlier_net).search is None
 
 

@@ -1,0 +1,359 @@
+"""Phases of `insert` that measure plans on samples: calibration, the search for a plan, validation, and repair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.analysis.compare import with_sensitivity
+from graphquant.analysis.validation import DEFAULT_MIN_SQNR, Bounds, Validation, has_few_sites, validate_model
+from graphquant.api.calibrate import calibrate_command_line
+from graphquant.api.result import Result, make_result
+from graphquant.calibration import (
+    CalibrationRun,
+    Stats,
+    calibrate_folds,
+    calibrate_model,
+    combine_stats,
+    plan_targets,
+    select_stats,
+)
+from graphquant.calibration.memory import return_freed_memory
+from graphquant.optimize import (
+    BuiltModel,
+    Objective,
+    PreCalibrationState,
+    RepairRequest,
+    SearchBudget,
+    SearchFold,
+    SearchTrace,
+    Workspace,
+    build_model,
+    predict_costs,
+    repair_plan,
+    run_precalibration_algorithms,
+    search_clock,
+    search_plan,
+)
+from graphquant.optimize.repair import OutputMeter
+from graphquant.optimize.size_budget import model_constant_bytes
+from graphquant.rules import NEGATION
+from graphquant.utils import Progress, stage_progress
+from graphquant.utils.options import NO_TARGET, InsertOptions
+
+if TYPE_CHECKING:
+    from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.holdout import CalibrationData
+    from graphquant.ir import Model
+    from graphquant.optimize import RepairTrace
+    from graphquant.quantize import Plan, RangeTransfer
+
+CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertInputs:
+    """The model, the plan of the rules and the data of one `insert`. No phase changes them."""
+
+    source: Model
+    prepared: Model
+    plan: Plan  # the plan of the rules
+    data: CalibrationData
+    settings: InsertOptions
+    objective: Objective
+    transfer: RangeTransfer | None  # use of given ranges
+    with_integer_types: Callable[[Result], Result]  # adds the integer inputs, outputs and caches of the options
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenPlan:
+    """The plan of the search with its quantized model, before the validation."""
+
+    workspace: Workspace
+    built: BuiltModel
+    result: Result
+
+
+def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[DataFinding, ...]]:
+    """Run the algorithms that precede calibration, and calibrate; the samples are checked on the way.
+
+    Returns:
+        The search, whose time starts with the calibration, the calibrated model, and likely mistakes in the data.
+    """
+    data = inputs.data
+    check = data.start_check(inputs.source) if inputs.plan.sites else None
+    state = run_precalibration_algorithms(
+        inputs.prepared, inputs.plan, data.calibration, has_stats=data.stats is not None
+    )
+    search = PlanSearch(inputs, search_clock(inputs.settings.search_time)())
+    workspace = search.calibrate(state)
+    findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
+    del check  # and its runner
+    if not has_few_sites(len(inputs.plan.sites)):
+        release_float_runners()
+        return_freed_memory()  # from now on, only outputs are measured
+    return search, workspace, findings
+
+
+def release_float_runners() -> None:
+    """Free the sessions of the float model. One that observes all activations needs much memory."""
+    formats.release_runner("source")
+    formats.release_runner("prepared")
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """The search of one `insert`. All its parts share a budget of work."""
+
+    inputs: InsertInputs
+    start: float  # time of the search clock at which calibration started, in seconds
+
+    @cached_property
+    def _budget(self) -> SearchBudget:
+        """The work of all searches, which starts after the calibration."""
+        inputs, data = self.inputs, self.inputs.data
+        search_time, samples = inputs.settings.search_time, data.calibration or data.dataset
+        elapsed = search_clock(search_time)() - self.start
+        costs = predict_costs(inputs.prepared, inputs.plan, samples, model_constant_bytes(inputs.prepared))
+        return SearchBudget(search_time, costs, samples.count, len(inputs.plan.algorithms), elapsed)
+
+    @property
+    def _allows_repair(self) -> bool:
+        """True if a repair may change the plan.
+
+        A given plan, a size budget and another objective than multiply-adds are requests that a repair would break.
+        Errors on random data mean nothing.
+        """
+        settings = self.inputs.settings
+        is_fixed = settings.plan is not None or settings.size_budget is not None or settings.optimize != "macs"
+        return not (is_fixed or self.inputs.data.dataset.random)
+
+    def calibrate(self, state: PreCalibrationState, *, full_histograms: bool = False) -> Workspace:
+        """Return the workspace of a state, with the folds in which a search with bounds measures plans."""
+        inputs, data = self.inputs, self.inputs.data
+        if data.fold_count:
+            stats, folds = self._provide_folds(state)
+        else:
+            stats, folds = self._provide_stats(state, full_histograms=full_histograms), ()
+        build = partial(
+            build_model,
+            state.model,
+            stats=stats,
+            calibration_data=data.calibration,
+            float_weights=inputs.settings.float_weights,
+            # Searches show their own progress. Without data, the ranges of the weights are all the work.
+            progress=inputs.progress if stats is None else None,
+        )
+        return Workspace(state=state, stats=stats, build=build, folds=folds)
+
+    @property
+    def _calibration_run(self) -> CalibrationRun:
+        inputs = self.inputs
+        return CalibrationRun(
+            model_digest=inputs.source.digest,
+            max_memory=inputs.settings.max_memory,
+            progress=stage_progress(inputs.progress, "calibrating"),
+        )
+
+    def _provide_stats(self, state: PreCalibrationState, *, full_histograms: bool) -> Stats | None:
+        """Return the statistics of the plan, selected from given ones or collected from data; None if it needs none."""
+        inputs, data = self.inputs, self.inputs.data
+        # A search tries other observers, which need histograms even if those of the rules do not.
+        targets = plan_targets(
+            inputs.source,
+            state.model,
+            state.plan,
+            full_histograms=(full_histograms or data.has_bounds) and data.stats is None,
+            rescaled=state.rescaled_tensors,
+        )
+        if data.stats is not None:
+            command = calibrate_command_line(inputs.source, state.plan, inputs.settings.plan)
+            selected = select_stats(data.stats, targets, inputs.source.digest, command)
+            return selected if targets else None
+        if data.calibration is None or not targets:
+            return None
+        return calibrate_model(state.model, targets, data.calibration, self._calibration_run)
+
+    def _provide_folds(self, state: PreCalibrationState) -> tuple[Stats | None, tuple[SearchFold, ...]]:
+        """Return the statistics of the plan and the folds of the data."""
+        inputs, data = self.inputs, self.inputs.data
+        targets = plan_targets(
+            inputs.source, state.model, state.plan, full_histograms=True, rescaled=state.rescaled_tensors
+        )
+        parts: list[tuple[Stats | None, tuple[int, int]]] = []
+        if targets and data.stats is None:
+            parts += calibrate_folds(state.model, targets, data.dataset, self._calibration_run, data.fold_count)
+        else:  # only algorithms need samples
+            ends = [data.dataset.count * index // data.fold_count for index in range(data.fold_count + 1)]
+            parts += [(None, span) for span in pairwise(ends)]
+
+        def combine(selected: Sequence[Stats | None]) -> Stats | None:
+            known = [stats for stats in selected if stats is not None]
+            return combine_stats(known) if known else None
+
+        folds = []
+        for index, (_, (start, stop)) in enumerate(parts):
+            held_out, others = data.make_fold(start, stop)
+            fold_stats = combine([stats for other, (stats, _) in enumerate(parts) if other != index])
+            float_weights = inputs.settings.float_weights
+            build = partial(
+                build_model, state.model, stats=fold_stats, calibration_data=others, float_weights=float_weights
+            )
+            folds.append(SearchFold(held_out=held_out, build=build, stats=fold_stats))
+        return combine([stats for stats, _ in parts]), tuple(folds)
+
+    def choose_plan(self, workspace: Workspace) -> ChosenPlan:
+        """Search the plan that the objective asks for; the plan of the rules if there is nothing to search.
+
+        For a bound on the SQNR, algorithms are chosen first. If Ctrl-C ends this, the bounds are not searched for.
+        """
+        inputs, data, objective, repair = self.inputs, self.inputs.data, self.inputs.objective, None
+        if objective.bounds.min_sqnr is not None and data.search_set is not None and self._allows_repair:
+            workspace, repair = self._choose_algorithms(workspace, objective.bounds.min_sqnr)
+            if repair.stop_reason == "interrupt":
+                objective = replace(objective, bounds=Bounds())
+        state, stats = workspace.state, workspace.stats
+        budget = self._budget if data.search_set is not None and objective.bounds else None
+        built, trace = search_plan(
+            inputs.source, state, workspace.build, stats, objective, data, workspace.folds, inputs.progress, budget
+        )
+        if repair is not None and repair.steps:
+            base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
+            trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
+        result = inputs.with_integer_types(make_result(inputs.source, state, built, trace, stats))
+        return ChosenPlan(workspace=workspace, built=built, result=result)
+
+    def validate(self, chosen: ChosenPlan) -> Result:
+        """Return the validated result of a plan, or of its repair if outputs miss the default target."""
+        inputs, state = self.inputs, chosen.workspace.state
+        # Scaled channels would differ from those of the source.
+        like_source = None if state.rescaled_tensors else state.model
+        result = self._validated(chosen.result, like_source)
+        # The plans of a repair would take many times as long as the rest for so many quantized tensors.
+        is_repairable = result.validation is not None and has_few_sites(len(result.inserted)) and self._allows_repair
+        if result.validation is None or not is_repairable or not self._misses_target(chosen.built, result.validation):
+            return result
+        return self._validated(inputs.with_integer_types(self._repair(chosen, result.validation)))
+
+    def _validated(self, result: Result, prepared: Model | None = None) -> Result:
+        """Return the result with its errors on the hold-out; without them if there is no data."""
+        inputs = self.inputs
+        # An unchanged model needs no data, which may not even fit it.
+        holdout = inputs.data.validation_set if result.is_changed else None
+        if holdout is None:
+            return result
+        target = None if inputs.settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
+        bounds, progress = inputs.objective.bounds, inputs.progress
+        validation = validate_model(
+            result.source, result.model, holdout, bounds, progress, target_sqnr=target, prepared=prepared
+        )
+        trace = result.search
+        if trace is not None and trace.sensitivity is not None and validation.comparison is not None:
+            validation = replace(validation, comparison=with_sensitivity(validation.comparison, trace.sensitivity.sqnr))
+        if trace is not None and trace.search_validation is not None:
+            validation = _with_fold_outputs(validation, trace.search_validation)
+        return replace(result, validation=validation)
+
+    def _misses_target(self, built: BuiltModel, validation: Validation) -> bool:
+        """Return True if an output misses the target on the hold-out, or nearly does and misses it in the calibration.
+
+        A small hold-out may have none of the samples with large errors, and ranges fit the calibration samples. An
+        output below the target on these is therefore below it on others too.
+        """
+        target, worst, calibration = validation.target_sqnr, validation.worst_sqnr, self.inputs.data.calibration
+        if validation.misses_target:
+            return True
+        if validation.bounds or target is None or worst is None or calibration is None or worst >= target + CLOSE_DB:
+            return False
+        return OutputMeter(self.inputs.source, calibration, target).worst_sqnr(built.model) < target
+
+    def _choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
+        """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""
+        workspace = _keep_default_build(workspace)  # the search starts with the same plan
+        repaired, trace = repair_plan(self._request(workspace, workspace.build(workspace.state.plan), min_sqnr, None))
+        if not any(step.kept for step in trace.steps):
+            return workspace, trace
+        improved = replace(repaired.workspace, state=replace(repaired.workspace.state, plan=repaired.plan))
+        return _keep_default_build(improved, repaired.built), trace
+
+    def _repair(self, chosen: ChosenPlan, validation: Validation) -> Result:
+        """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
+        default_sqnr = validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf
+        repaired, repair = repair_plan(self._request(chosen.workspace, chosen.built, DEFAULT_MIN_SQNR, default_sqnr))
+        trace = SearchTrace(
+            minimize="macs",
+            plan=repaired.plan,
+            interrupted=repair.stop_reason == "interrupt",
+            plans=repair.plans,
+            cost=repaired.cost,
+            repair=repair,
+        ).with_candidates(repaired.changed_tensors)
+        return make_result(
+            self.inputs.source, repaired.workspace.state, repaired.built, trace, repaired.workspace.stats
+        )
+
+    def _request(
+        self, workspace: Workspace, built: BuiltModel, target_sqnr: float, default_sqnr: float | None
+    ) -> RepairRequest:
+        inputs, data = self.inputs, self.inputs.data
+        names = inputs.settings.algorithms
+        return RepairRequest(
+            source=inputs.source,
+            prepared=inputs.prepared,
+            workspace=workspace,
+            built=built,
+            target_sqnr=target_sqnr,
+            default_sqnr=default_sqnr,
+            calibration=data.calibration,
+            search_samples=data.dataset if data.calibration is None else data.calibration,
+            has_stats=data.stats is not None,
+            calibrate=partial(self.calibrate, full_histograms=True),
+            validate=self._holdout_sqnr,
+            disabled_algorithms=frozenset(name.removeprefix(NEGATION) for name in names if name.startswith(NEGATION)),
+            budget=self._budget,
+            folds=data.fold_count,
+            progress=inputs.progress,
+        )
+
+    def _holdout_sqnr(self, built: BuiltModel) -> float:
+        """Measure the SQNR in dB of the worst output on the hold-out."""
+        source, holdout = self.inputs.source, self.inputs.data.validation_set
+        if holdout is None:
+            raise ValueError("a repair follows a validation")
+        validation = validate_model(source, built.model, holdout, Bounds(), None, include_sites=False)
+        return -math.inf if validation.worst_sqnr is None else validation.worst_sqnr
+
+
+def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:
+    """Return the workspace with a function that builds the model of its plan only once, or never if it is `built`."""
+    default, build = workspace.state.plan, workspace.build
+    kept = [] if built is None else [built]
+
+    def build_or_reuse(plan: Plan) -> BuiltModel:
+        if plan is not default:  # plans of TensorFlow models are not hashable
+            return build(plan)
+        if not kept:
+            kept.append(build(plan))
+        return kept[0]
+
+    return replace(workspace, build=build_or_reuse)
+
+
+def _with_fold_outputs(validation: Validation, by_folds: Validation) -> Validation:
+    """Return the validation with the outputs that were measured by folds.
+
+    The ranges of the final model come from all samples, so that its own figures on them are too good. They count only
+    if the model cannot be measured or is worse than its folds.
+    """
+    measured = validation.comparison
+    if by_folds.folds <= 1 or measured is None or by_folds.comparison is None or validation.failures:
+        return validation
+    outputs = by_folds.comparison.outputs
+    comparison = replace(measured, outputs=outputs, samples=by_folds.comparison.samples)
+    return replace(validation, comparison=comparison, reuses_samples=by_folds.reuses_samples, folds=by_folds.folds)
