@@ -109,6 +109,11 @@ class Comparison(HtmlRepresentation):
     data_findings: tuple[DataFinding, ...] = ()  # likely mistakes in the data
     metric: MetricFigures | None = None  # scores by the user's metric, or None without one
 
+    def _figure_texts(self) -> list[str]:
+        """Return the figures of the worst output."""
+        figures = import_module("graphquant.visualize.compare_report").comparison_figures(self)  # above this package
+        return [f"{label}: {value}" for label, value in figures]
+
     @property
     def all_empty(self) -> bool:
         """True if no output had any values to compare."""

@@ -25,7 +25,7 @@ from graphquant.cli.output import (
     write_drawing_page,
     write_text_or_json,
 )
-from graphquant.errors import FindingsError, OutputExistsError, UsageError
+from graphquant.errors import FindingsError, OutputExistsError, UsageError, escape_unprintable
 from graphquant.utils.options import NO_TARGET, InsertOptions, PlanOptions, SignatureOptions, option_fields
 from graphquant.utils.text import quantized_share_failure
 
@@ -233,10 +233,12 @@ def _print_result(result: Result, written: Path | None, conversion: ConversionRe
     from graphquant.api.models import omission_notes
     from graphquant.visualize import text
 
-    print_view(text.result_view(result, written, tables=tables))
+    print_view(text.result_view(result, tables=tables, to_tflite=conversion is not None))
     print_notes(omission_notes(result.source))
     if conversion is not None:
-        print_view(text.conversion_view(conversion, tables=tables or not conversion.agrees))
+        print_view(text.conversion_view(conversion, tables=tables or not conversion.agrees, written=written))
+    ending = f"Written to {written}" if written is not None else "Nothing was written (dry run)."
+    click.echo(escape_unprintable(ending))
 
 
 def _exit_with_result(result: Result, settings: InsertOptions, written_note: str) -> None:

@@ -516,7 +516,13 @@ def checks_types(function: AnyFunction) -> AnyFunction:
     @wraps(function)
     def checked(*args: Any, **values: Any) -> Any:
         types = parameter_types(function)
-        for name, value in signature.bind(*args, **values).arguments.items():
+        try:
+            arguments = signature.bind(*args, **values).arguments
+        except TypeError as error:
+            unknown = next((name for name in values if name not in signature.parameters), "")
+            message = f"{function.__name__}() {error}.{did_you_mean(unknown, signature.parameters)}"
+            raise TypeError(message.removesuffix(".")) from None
+        for name, value in arguments.items():
             if name in types and not is_accepted(value, types[name]):
                 raise UsageError(
                     f"The value of {name} is invalid: it is of the type {type(value).__name__},"

@@ -235,7 +235,7 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     if worst_sites:
         errors = [site.sensitivity if validation.has_sensitivity else site.local for site in worst_sites]
         texts = [f"{site.tensor} {error:.1f} dB" for site, error in zip(worst_sites, errors, strict=True)]
-        message = "highest sensitivity" if validation.has_sensitivity else "largest errors of their own"
+        message = "highest sensitivity" if validation.has_sensitivity else "lowest SQNR of single tensors"
         lines.append(plain_line(f"  {message}: {join_names(texts, MISSED_SHOWN)}"))
     label, style = ("failed", "bold red") if validation.bounds or not validation.misses_target else TARGET_MISSED
     lines += [plain_line(f"{label}: {missed_bound}.", style) for missed_bound in missed]
@@ -363,9 +363,9 @@ def _latency_lines(search: SearchTrace) -> list[RenderableType]:
 
 def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     """Return the number of samples and the metrics of the worst outputs."""
-    data_text = "also used for ranges, algorithms or a search" if validation.reuses_samples else "from the hold-out"
-    data_text = "of other data than the statistics" if validation.calibrated_on_other_data else data_text
-    data_text = f"in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
+    data_text = " that ranges, algorithms or a search also used" if validation.reuses_samples else ""
+    data_text = " of other data than the statistics" if validation.calibrated_on_other_data else data_text
+    data_text = f" in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
     ranked = sorted(comparison.outputs, key=lambda output: (output.sqnr is None, output.sqnr or 0.0))
     scores = validation.score_sqnr
     texts = [_output_metrics_text(output, scores.get(output.name)) for output in ranked if not output.empty]
@@ -376,7 +376,8 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
         message = f"{join_names(empty_names, WORST_SHOWN)} cannot be compared: {verb} empty for all {samples}"
         outputs = f"{outputs}; {message}" if outputs else message
     outputs = ", ".join(filter(None, (outputs, metric_text(comparison.metric) if comparison.metric else "")))
-    return f"Validated on {samples} {data_text}: {outputs}"
+    samples = samples if data_text else pluralize(comparison.samples, "held-out sample")
+    return f"Validated on {samples}{data_text}. SQNR: {outputs}"
 
 
 def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str:
@@ -386,9 +387,13 @@ def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str
     if score_sqnr is not None:
         figures.append(f"{score_sqnr:.1f} dB before its softmax")
     if output.agreement is not None:
-        figures.append(f"{percent(output.agreement)} agree")
+        figures.append(f"{percent(output.agreement)} top-1 agreement")
     if output.accuracy is not None:
         figures.append(f"accuracy {percent(output.accuracy[0], 2)} -> {percent(output.accuracy[1], 2)}")
     if output.perplexity is not None:
         figures.append(f"perplexity {_perplexity_text(output.perplexity)}")
-    return " ".join([output.name, " and ".join(figures)]) if figures else output.name
+    return (
+        f"{output.name} {' with '.join(filter(None, (figures[0], ' and '.join(figures[1:]))))}"
+        if figures
+        else output.name
+    )

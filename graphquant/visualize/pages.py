@@ -27,8 +27,8 @@ from graphquant.visualize.compare_report import comparison_figures, comparison_v
 from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, result_drawing
 from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
 from graphquant.visualize.statistics_report import range_report_view
-from graphquant.visualize.tables import plain_line, pluralize
-from graphquant.visualize.text import conversion_view, plan_view, result_figures, summary_view
+from graphquant.visualize.tables import plain_line
+from graphquant.visualize.text import conversion_view, extent_lines, plan_view, result_figures, summary_view
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
@@ -124,13 +124,8 @@ def notebook_html(value: object) -> str:
 
 
 def _result_view(result: Result) -> RenderableType:
-    """Render a result in one or two lines."""
-    uses = sum(len(insertion.site.uses) for insertion in result.inserted)
-    message = f"{pluralize(len(result.inserted), 'site')} inserted, {pluralize(uses, 'use')} rerouted"
-    message += (
-        f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
-    )
-    lines = [plain_line(f"{message}. .save(PATH) writes the model, .plan is the plan.")]
+    """Render a result in a few lines."""
+    lines = [*extent_lines(result), plain_line(".save(PATH) writes the model, .plan is the plan.")]
     if result.has_random_data:
         lines.append(plain_line("The ranges come from RANDOM data: use the model for tests only."))
     return Group(*lines)

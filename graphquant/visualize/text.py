@@ -59,17 +59,17 @@ CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
 MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
 
 SKIP_LABELS = {
-    SkipCode.RULE: "fused or excluded by a rule",
-    SkipCode.WEIGHT: "computed weights",
-    SkipCode.SELECTION: "excluded",
-    SkipCode.TIE: "tied to a float tensor",
+    SkipCode.COST: "because int8 is estimated to be slower",
+    SkipCode.RULE: "by a rule",
+    SkipCode.SELECTION: "by --include or --exclude",
+    SkipCode.OPTIMIZATION: "by the search or an algorithm",
+    SkipCode.TIE: "that must share a scale with a float tensor",
     SkipCode.CAPTURE: "read by a subgraph",
     SkipCode.SCHEME: "of a type that the scheme does not support",
     SkipCode.RANGE: "without a usable range",
-    SkipCode.BIAS: "biases without a usable scale",
-    SkipCode.PREPARATION: "not prepared",
-    SkipCode.OPTIMIZATION: "by the search or an algorithm",
-    SkipCode.COST: "because float is estimated to be faster",
+    SkipCode.WEIGHT: "that are weights computed at run time",
+    SkipCode.BIAS: "that are biases without a usable scale",
+    SkipCode.PREPARATION: "because a preparation failed",
 }
 """Reasons of skips in the summary. Tensors that were quantized before are none."""
 
@@ -86,45 +86,77 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*sections, plain_line(message, style="bold"))
 
 
-def result_view(result: Result, output: Path | None, *, tables: bool = True) -> RenderableType:
-    """Render a result: its sites by rule, unless `tables` is False, and a summary."""
-    sections = _detail_sections(result) if tables else _count_lines(result)
+def result_view(result: Result, *, tables: bool = True, to_tflite: bool = False) -> RenderableType:
+    """Render a result: its sites by rule, unless `tables` is False, and a summary.
+
+    The summary has the extent, the size, the error and the time, then the float tensors, and the warnings last.
+    """
+    sections = _detail_sections(result) if tables else []
+    sections += [*extent_lines(result), *_size_lines(result)]
+    sections += [*repair_view(result.search, result.validation), *search_view(result.search, result.validation)]
+    if result.inserted:
+        runtime_lines = _runtime_lines(result)
+        sections += [*validation_view(result.validation), *_time_lines(result)]
+        sections += runtime_lines[: None if tables else 1]
+    sections += [] if tables else _count_lines(result)
     if result.tflite_ranges is not None:
         sections += _tflite_ranges(result.tflite_ranges)
-    sections += data_warnings(result.data_findings)
-    if result.has_random_data:
-        sections.append(plain_line("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
-    if result.stats is not None:
-        sections += incomplete_stats(result.stats)
-    sections += _worst_activation(result)
-    if result.already_quantized:
-        message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
-        sections.append(plain_line(message, style="yellow"))
     sections += [plain_line(str(tensor)) for tensor in result.io if not tensor.cache]
     if caches := [tensor for tensor in result.io if tensor.cache]:
         count, per = len(caches), caches[0].cache
         sections.append(plain_line(f"cache: {count} past and present states are int8, with a scale for each {per}"))
-    sections += _unused_rules_lines(result.plan, shipped=False)
-    sections += _plan_warnings(result.plan) + repair_view(result.search, result.validation)
-    sections += search_view(result.search, result.validation)
+    return Group(*sections, *_warning_lines(result, to_tflite=to_tflite))
+
+
+def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
+    """Return the warnings and notes of a result."""
+    lines = data_warnings(result.data_findings)
+    if result.has_random_data:
+        lines.append(plain_line("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
+    if result.stats is not None:
+        lines += incomplete_stats(result.stats)
+    lines += _worst_activation(result)
+    if result.already_quantized:
+        message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
+        lines.append(plain_line(message, style="yellow"))
+    lines += _unused_rules_lines(result.plan, shipped=False)
+    lines += _plan_warnings(result.plan) if result.time_ratio is None else []  # a measured time replaces an estimate
     if result.inserted:
-        runtime_lines = _runtime_lines(result)
-        sections += [*validation_view(result.validation), *runtime_lines[: None if tables else 1]]
-        sections += _fault_lines(result) + _slowdown_lines(result) + _tensorflow_time_lines(result, output)
+        lines += _fault_lines(result) + _slowdown_lines(result) + _tensorflow_time_lines(result, to_tflite=to_tflite)
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
-        sections.append(plain_line(message, style="yellow"))
-    uses = sum(len(insertion.site.uses) for insertion in result.inserted)
-    stored = sum(insertion.folded for insertion in result.inserted)
-    message = f"{pluralize(len(result.inserted), 'site')} inserted"
-    message += f", {stored} stored as integers" if stored else ""
-    message += f", {pluralize(uses, 'use')} rerouted"
+        lines.append(plain_line(message, style="yellow"))
+    return lines
+
+
+def extent_lines(result: Result) -> list[RenderableType]:
+    """Return the number of quantized tensors, and the data that their ranges come from."""
+    constants = {pair.site.tensor for pair in result.inserted if pair.site.parameter}
+    activations = {pair.site.tensor for pair in result.inserted if not pair.site.parameter}
+    message = f"{pluralize(len(constants) + len(activations), 'tensor')} quantized"
+    if result.inserted:
+        message += f": {pluralize(len(activations), 'activation')}, {pluralize(len(constants), 'constant')}"
     samples = pluralize(result.calibration_samples, "sample")
-    message += f", calibrated on {samples}" if result.calibration_samples else ""
+    message += f"; ranges from {samples}" if result.calibration_samples else ""
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
-    message += f", {result.time_ratio.median:.2f} of float's time" if result.time_ratio is not None else ""
-    message += f". Written to {output}" if output else ". Nothing written (dry run)."
-    return Group(*sections, plain_line(message, style="bold"))
+    return [plain_line(f"{message}.", style="bold")]
+
+
+def _size_lines(result: Result) -> list[RenderableType]:
+    """Return the bytes of all constants before and after, if some are stored as integers."""
+    from graphquant.optimize.size_budget import model_constant_bytes  # only results need it
+
+    if not any(pair.folded for pair in result.inserted):
+        return []
+    before, after = (model_constant_bytes(model) for model in (result.source, result.model))
+    return [plain_line(f"Constants: {before:,} -> {after:,} bytes ({percent(after / max(before, 1))}).")]
+
+
+def _time_lines(result: Result) -> list[RenderableType]:
+    """Return the time relative to the float model, if it was measured."""
+    if result.time_ratio is None:
+        return []
+    return [plain_line(f"Time: {result.time_ratio.median:.2f} of the float model's, in ONNX Runtime on this machine.")]
 
 
 def result_figures(result: Result) -> list[tuple[str, str]]:
@@ -156,30 +188,27 @@ def _detail_sections(result: Result) -> list[RenderableType]:
 
 def _count_lines(result: Result) -> list[RenderableType]:
     """Return the counts of what `_detail_sections` lists."""
-    from graphquant.optimize.size_budget import model_constant_bytes  # only results need it
-
-    steps = Counter(step.step for step in result.plan.steps)
-    steps.update(entry.algorithm for entry in result.algorithm_results if entry.applied)
-    lines = [f"prepared: {_counts_text(steps)}"] if steps else []
-    # Ops that the runtime fuses read no pair by design.
-    skips = Counter(SKIP_LABELS[skip.code] for skip in result.skips if not skip.fused and skip.code in SKIP_LABELS)
-    lines += [f"left in float: {_counts_text(skips)}"] if skips else []
-    lines += [f"changed: {pluralize(len(result.changes), 'scale')}"] if result.changes else []
+    counts = {
+        # Ops that the runtime fuses read no pair by design.
+        "Tensors left in float": Counter(
+            SKIP_LABELS[skip.code] for skip in result.skips if not skip.fused and skip.code in SKIP_LABELS
+        ),
+        "Preparation steps": Counter(step.step for step in result.plan.steps),
+        "Ops changed by algorithms": Counter(entry.algorithm for entry in result.algorithm_results if entry.applied),
+        "Scales changed": Counter({"by the solver": len(result.changes)}),
+    }
+    lines = [
+        f"{label}: {', '.join(f'{count} {reason}' for reason, count in numbers.most_common())}."
+        for label, numbers in counts.items()
+        if numbers.total()
+    ]
     if lines:
         lines.append("  -v lists them, and the scale of each tensor")
-    if any(pair.folded for pair in result.inserted):
-        before, after = (model_constant_bytes(model) for model in (result.source, result.model))
-        lines.append(f"constants: {before:,} -> {after:,} bytes ({percent(after / max(before, 1))})")
     return [*map(plain_line, lines), *_limited_lines("conflict", result.conflicts)]
 
 
-def _counts_text(counts: Counter[str]) -> str:
-    """Return the counts, largest first."""
-    return ", ".join(f"{count} {label}" for label, count in counts.most_common())
-
-
 def _runtime_lines(result: Result) -> list[RenderableType]:
-    """Count the ops that the installed onnxruntime runs on integers, and list the first costly ones in float."""
+    """Count the ops that the installed ONNX Runtime runs on integers, and list the first costly ones in float."""
     # only results need them
     from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
     from graphquant.optimize.size_budget import model_constant_bytes
@@ -189,8 +218,8 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
         return [plain_line("note: the model is too large to examine how ONNX Runtime runs each op")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
-    message = f"onnxruntime runs {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
-    message += f", {counts['fused']} as part of them" if counts["fused"] else ""
+    message = f"ONNX Runtime computes {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
+    message += f", {counts['fused']} fused into them" if counts["fused"] else ""
     lines = [
         f"  in float: {verdict.location}: {verdict.broken_rule.message}"
         for verdict in verdicts
@@ -198,7 +227,7 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
     ]
     if len(lines) > FLOAT_OPS_SHOWN:
         lines[FLOAT_OPS_SHOWN:] = [f"  in float: {len(lines) - FLOAT_OPS_SHOWN} more; --report lists all ops"]
-    return [plain_line(line) for line in (f"{message}, {counts['float']} in float.", *lines)]
+    return [plain_line(line) for line in (f"{message}, and {counts['float']} in float.", *lines)]
 
 
 def _plan_warnings(plan: Plan) -> list[RenderableType]:
@@ -224,15 +253,15 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
 
     converted = list(converted_values(result.model, result.verdicts).items())[:CONVERSIONS_SHOWN]
     listed = ", ".join(f"{qualified_op_name(*op)} ({count:,})" for op, count in converted)
-    message = f"warning: the result takes {ratio.median:.2f} times as long as float on this machine."
-    message += f" These float ops convert most values: {listed}." if listed else ""
-    hint = " --optimize latency measures which ops are faster in float."
+    message = "warning: the result is slower than float."
+    message += f" Most values are converted between int8 and float for {listed}." if listed else ""
+    hint = " --optimize latency measures which ops are faster in float; see docs/howto/slower.md."
     return [plain_line(message + hint, style="yellow")]
 
 
-def _tensorflow_time_lines(result: Result, output: Path | None) -> list[RenderableType]:
+def _tensorflow_time_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
     """Return a note that a TensorFlow model does not gain time, because TensorFlow has no integer kernels for pairs."""
-    if result.model.format != "tensorflow" or (output is not None and output.suffix == ".tflite"):
+    if result.model.format != "tensorflow" or to_tflite:
         return []
     message = "note: TensorFlow computes the Q/DQ ops in addition to the float ops, so the result is not faster there."
     return [plain_line(f"{message} -o NAME.tflite writes a file that runs on integers.", style="yellow")]
@@ -289,11 +318,14 @@ def incomplete_stats(stats: Stats) -> list[RenderableType]:
     return [plain_line(f"{message} calibrate --merge adds other parts.", style="yellow")]
 
 
-def conversion_view(conversion: ConversionReport, *, tables: bool = True) -> RenderableType:
+def conversion_view(
+    conversion: ConversionReport, *, tables: bool = True, written: Path | None = None
+) -> RenderableType:
     """Render planned and actual parameters of each tensor in TFLite, unless `tables` is False, and float ops."""
     float_ops = [f"float: {float_op.op} ({float_op.type}): {float_op.reason}" for float_op in conversion.float_ops]
     matching = sum(not line.problem for line in conversion.tensors)
-    message = f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
+    message = f"TFLite file: {written.stat().st_size:,} bytes; " if written is not None else ""
+    message += f"{matching} of {pluralize(len(conversion.tensors), 'planned tensor')} match the plan,"
     message += f" {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float."
     heading = plain_line("Conversion: planned parameters and those of TFLite", style="bold")
     float_lines = [plain_line(line, style="yellow") for line in float_ops]
@@ -302,7 +334,7 @@ def conversion_view(conversion: ConversionReport, *, tables: bool = True) -> Ren
         lines += [plain_line("The file in TFLite's interpreter:"), *validation_view(conversion.validation)]
         lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
     if not tables:
-        return Group(*float_lines[:FLOAT_OPS_SHOWN], *lines)
+        return Group(*lines[:1], *float_lines[:FLOAT_OPS_SHOWN], *lines[1:])
     table = Table(CONVERSION_COLUMNS, conversion.tensors)
     return Group(heading, table, *float_lines, *lines)
 
@@ -456,6 +488,7 @@ def scheme_text(site: Site) -> str:
     range_text += f", {scheme.range}" if scheme.range in {"given", "learned"} else ""
     if shared_uses:
         range_text = f"scale of {join_names([str(use) for use in shared_uses], 1)}"
+    range_text += ", scale 2^n" if scheme.scale == "power-of-two" else ""
     return f"{scheme.type.name} {scheme.zero}{granularity}, {range_text}"
 
 

@@ -117,7 +117,7 @@ def test_dry_run_writes_nothing(cli: Callable[..., Any], cnn_folder: Path) -> No
     """--dry-run prints the same and writes no file except the report."""
     before = sorted(cnn_folder.iterdir())
     result = cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run")
-    assert "Nothing written (dry run)." in result.stdout
+    assert "Nothing was written (dry run)." in result.stdout
     assert sorted(cnn_folder.iterdir()) == before
     cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run", "--report", "report.json")
     report = json.loads(Path("report.json").read_text())
@@ -172,13 +172,13 @@ def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], cnn_folder: Pa
         words = shlex.split(line)
         assert words[0] == "graphquant"
         sites = len(api.plan("my digits.onnx", rules=[rules]).sites)
-        assert f"{sites} sites inserted" in cli(*words[1:], "--force").stdout
+        assert f"{sites} tensors quantized" in cli(*words[1:], "--force").stdout
 
 
 def test_samples_limits_the_data(cli: Callable[..., Any], cnn_folder: Path) -> None:
     """--samples takes the first ones only, and there is no zero of them."""
     result = cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 7, "--dry-run")
-    assert "calibrated on 7 samples" in result.stdout
+    assert "ranges from 7 samples" in result.stdout
     cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 0, code=2)
 
 

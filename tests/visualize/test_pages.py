@@ -49,12 +49,13 @@ def test_model_html(samples: Path) -> None:
 
 
 def test_result_html(sample_result: gq.Result) -> None:
-    """A result shows the number of inserted sites and one viewer."""
+    """A result shows the number of quantized tensors and one viewer."""
     drawn = sample_result._repr_html_()
-    sites, uses = len(sample_result.inserted), sum(len(pair.site.uses) for pair in sample_result.inserted)
-    first = table_text(drawn).splitlines()[0]
-    assert re.findall(r"\d+ \w+", first) == [f"{sites} sites", f"{uses} uses", "8 samples"]
-    assert ".save(PATH)" in first
+    constants = sum(pair.site.parameter for pair in sample_result.inserted)
+    counts = [len(sample_result.inserted), len(sample_result.inserted) - constants, constants, 8]
+    first, second = table_text(drawn).splitlines()[:2]
+    assert list(map(int, re.findall(r"\d+", first))) == counts
+    assert ".save(PATH)" in second
     assert drawn.count("<iframe ") == 1
 
 
@@ -145,9 +146,7 @@ def test_terminal_text_is_bounded(monkeypatch) -> None:
     """The summary of a large result has few lines, and its tables have a limit in all."""
     monkeypatch.setattr(text, "ROWS_SHOWN", 50)
     result = gq.insert(make_chain(400), rules="weight_only")
-    lines = {
-        tables: render_text(text.result_view(result, None, tables=tables)).splitlines() for tables in (True, False)
-    }
+    lines = {tables: render_text(text.result_view(result, tables=tables)).splitlines() for tables in (True, False)}
     assert len(result.inserted) == 400
     assert len(lines[False]) <= 15
     assert 50 <= len(lines[True]) <= 70
@@ -218,5 +217,5 @@ def test_viewer_draws_inside_the_frame(samples: Path, tmp_path: Path, browser: A
 def test_tensorflow_results_gain_no_time(samples: Path, output: str, notes: int) -> None:
     """The summary of a model in TensorFlow's own format names the format that runs on integers."""
     result = gq.insert(samples / "digits_cnn.pb", rules="weight_only")
-    lines = render_text(text.result_view(result, Path(output))).splitlines()
+    lines = render_text(text.result_view(result, to_tflite=output.endswith(".tflite"))).splitlines()
     assert sum(line.startswith("note: ") and ".tflite" in line for line in lines) == notes
