@@ -23,6 +23,7 @@ _PUBLIC = {
     "check_data": "graphquant.api",
     "compare": "graphquant.api",
     "diff": "graphquant.api",
+    "explain": "graphquant.api",
     "insert": "graphquant.api",
     "save": "graphquant.api",
     "strip": "graphquant.api",

@@ -20,7 +20,7 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     exec(compile(code, "README.md", "exec"), {})  # noqa: S102  # README's own code
     (printed,) = re.findall(r"^It prints `([^`]+)`", TEXT, re.MULTILINE)
     assert capsys.readouterr().out == f"{printed}\n"
-    assert tmp_path.joinpath("digits_cnn.quant.onnx").is_file()
+    assert tmp_path.joinpath("digits_resnet.quant.onnx").is_file()
 
 
 def test_readme_is_short():

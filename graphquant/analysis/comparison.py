@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 

@@ -27,6 +27,7 @@ from graphquant.rules import (
     op_selector_names,
     removed_name_hint,
 )
+from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
 
 
@@ -58,8 +59,8 @@ class Explanation:
         return tuple(replace(miss, reason=self.miss_reason(miss)) for miss in self.misses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplanationReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ExplanationReport(HtmlRepresentation):
     """Explanations of the requested tensor or op."""
 
     uses: tuple[Explanation, ...]  # uses of its outputs and of its inputs

@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 
 
 @takes_options(ExplainOptions)
-def explain(model: Model, name: str, options: ExplainOptions | None = None, /, **values: Any) -> ExplanationReport:
+def explain(
+    model: Model | str | Path, name: str, options: ExplainOptions | None = None, /, **values: Any
+) -> ExplanationReport:
     """Explain each use of a tensor or op: the rules in order, and the reason why each does or does not apply.
 
     A model that is quantized already is described as it is, unless rules, a plan, data or statistics are given.
 
     Args:
-        model: The model.
+        model: A model, or its path.
         name: Name of a tensor or op.
         options: The options, in place of keyword arguments.
         values: The options as keyword arguments.
@@ -54,23 +56,24 @@ def explain(model: Model, name: str, options: ExplainOptions | None = None, /, *
             or an option is invalid.
     """
     settings = resolve_options(ExplainOptions, options, values)
+    source = as_model(model, settings)
     plan = settings.plan if settings.plan is None or isinstance(settings.plan, Plan) else read_plan(Path(settings.plan))
-    ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
+    ruleset, omitted_reason = (resolve_ruleset(source, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
     targets = ruleset.targets if plan is None else plan.targets
     # The framework of other models is a backend without verdicts in `check`, because it treats all ops alike.
-    framework = model.format if model.traits.rewritable else ""
-    backend = settings.backend or (next(iter(targets), "") if model.traits.judgeable else framework)
+    framework = source.format if source.traits.rewritable else ""
+    backend = settings.backend or (next(iter(targets), "") if source.traits.judgeable else framework)
     has_data = settings.data is not None or settings.stats is not None
-    if plan is None and not settings.rules and not has_data and not model.op_kinds().isdisjoint(QUANTIZATION_KINDS):
-        uses = explain_quantized(model, name)
-        verdicts = judge_explained_ops(model, backend, uses) if backend else ()
+    if plan is None and not settings.rules and not has_data and not source.op_kinds().isdisjoint(QUANTIZATION_KINDS):
+        uses = explain_quantized(source, name)
+        verdicts = judge_explained_ops(source, backend, uses) if backend else ()
         return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
     if plan is not None:
-        prepared = prepare_for_plan(model, plan)
+        prepared = prepare_for_plan(source, plan)
     else:
-        prepared, plan = plan_with_rules(model, ruleset, select_sites(model))
-    solution = _solve_with_data(model, prepared, plan, settings) if has_data else None
-    uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution, model)
+        prepared, plan = plan_with_rules(source, ruleset, select_sites(source))
+    solution = _solve_with_data(source, prepared, plan, settings) if has_data else None
+    uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution, source)
     verdicts = judge_explained_ops(prepared, backend, uses, plan, solution) if backend else ()
     return ExplanationReport(
         uses=uses,

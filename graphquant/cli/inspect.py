@@ -91,10 +91,9 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
     if settings.plan is not None and settings.rules:
         raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
     from graphquant import api
-    from graphquant.api.models import as_model
     from graphquant.visualize.check_report import explain_view
 
-    explanation = api.explain(as_model(model, settings), name, settings)
+    explanation = api.explain(model, name, settings)
     if form == "json":
         write_result("explain", explanation)
     else:

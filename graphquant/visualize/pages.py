@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 
 from graphquant.analysis import Comparison, Differences, prepare_like
 from graphquant.analysis.conversion_report import ConversionReport
+from graphquant.analysis.explain import ExplanationReport
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.analysis.range_report import stats_range_report
 from graphquant.api import Result, StripResult, align_preparation, prepare_for_plan
@@ -22,7 +23,7 @@ from graphquant.ir import Model
 from graphquant.ir.op_matching import match_ops
 from graphquant.quantize import Plan
 from graphquant.visualize.annotations import comparison_heatmap
-from graphquant.visualize.check_report import check_view, data_check_view
+from graphquant.visualize.check_report import check_view, data_check_view, explain_view
 from graphquant.visualize.compare_report import comparison_figures, comparison_view, diff_summary, diff_view, strip_view
 from graphquant.visualize.drawing import Drawing, model_drawing, plan_drawing, result_drawing
 from graphquant.visualize.merged_drawings import MergedDrawing, merge_drawings, viewer_changes
@@ -104,6 +105,7 @@ _VIEWS: Mapping[type[Any], Callable[[Any], RenderableType]] = {
     Comparison: lambda comparison: comparison_view(comparison, top=SITES_LISTED),
     Stats: lambda stats: range_report_view(stats_range_report(stats, None)),
     CheckReport: check_view,
+    ExplanationReport: explain_view,
     DataReport: data_check_view,
     Differences: lambda differences: diff_view(differences, summary_only=False),
     StripResult: lambda stripped: strip_view(stripped, None),
