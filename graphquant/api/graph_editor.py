@@ -424,7 +424,7 @@ def _ancestors(tensor: Tensor, stop: Tensor) -> set[str]:
     graph, stop_op = tensor.graph, stop.ref.op if stop.graph is tensor.graph else None
 
     def sources(name: str) -> list[str]:
-        names = graph.nx.pred[name] if name != stop_op else ()
+        names = graph.predecessors(name) if name != stop_op else ()
         return [source for source in names if graph.op(source).kind != "next_iteration"]
 
     return set(reachable([tensor.ref.op], sources))

@@ -14,10 +14,11 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, ModelError, UsageError
 from graphquant.ir.kinds import CONCATENATING_KINDS, RESHAPING_KINDS, TRANSPARENT_KINDS
@@ -25,6 +26,12 @@ from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Edges = dict[str, dict[Any, dict[str, int]]]
+"""Edges of one op with each other op: data of each edge by its key."""
 
 CONTROL_EDGE = "control"
 
@@ -52,17 +59,13 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
-        import networkx as nx  # imported when needed, so that rule files are read without it
-
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        contents = vars(self.nx)  # its dictionaries; the views of them are slow
-        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
-        self._successors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_succ"]
-        self._predecessors: dict[str, dict[str, dict[Any, dict[str, int]]]] = contents["_pred"]
+        # The dictionaries of `nx`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._successors: dict[str, Edges] = {}
+        self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
         self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
         self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
@@ -71,6 +74,15 @@ class Graph:
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
         self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}  # of pairs, by slot and port
+
+    @cached_property
+    def nx(self) -> nx.MultiDiGraph[str]:
+        """The graph as a networkx graph of the same dictionaries."""
+        import networkx as nx  # imported when needed, because that takes longer than to read a small model
+
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        vars(graph).update(_node=self._nodes, _adj=self._successors, _succ=self._successors, _pred=self._predecessors)
+        return graph
 
     @property
     def is_function(self) -> bool:
@@ -116,6 +128,21 @@ class Graph:
         """Return the source tensor of each input slot of op `name`, None for an empty slot. Do not change the list."""
         return self._nodes[name]["slots"]  # type: ignore[no-any-return]
 
+    def successors(self, name: str) -> Edges:
+        """Return the edges from op `name`, by the op that they lead to. Do not change them."""
+        return self._successors[name]
+
+    def predecessors(self, name: str) -> Edges:
+        """Return the edges to op `name`, by the op that they come from. Do not change them."""
+        return self._predecessors[name]
+
+    def edges(self) -> Iterator[tuple[str, str, Any, dict[str, int]]]:
+        """Yield source, target, key and data of each edge."""
+        for source, targets in self._successors.items():
+            for target, edges in targets.items():
+                for key, data in edges.items():
+                    yield source, target, key, data
+
     def source_of(self, use: Use) -> TensorRef | None:
         """Return the tensor read at `use`, which must be in this graph."""
         slots = self.slots(use.op)
@@ -128,7 +155,7 @@ class Graph:
     def executed_ops(self) -> Container[str]:
         """Return the ops that a call of this TensorFlow function runs: those that outputs or side effects need."""
         effects = (op.name for op in self.ops() if op.kind == "stateful")
-        return dict.fromkeys(reachable((*self.outputs, *effects), self.nx.pred.__getitem__))
+        return dict.fromkeys(reachable((*self.outputs, *effects), self.predecessors))
 
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
         """Return the consumers of each output port of op `name`."""
@@ -160,7 +187,8 @@ class Graph:
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
-        self.nx.add_node(op.name, op=op, slots=[])
+        self._nodes[op.name] = {"op": op, "slots": []}
+        self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
         if inputs or control_sources:
@@ -249,7 +277,11 @@ class Graph:
             self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
                 self._remove_data_edge(use, tensor)
-        self.nx.remove_node(name)
+        for target in self._successors.pop(name):
+            self._predecessors[target].pop(name, None)
+        for source in self._predecessors.pop(name):
+            self._successors[source].pop(name, None)
+        del self._nodes[name]
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -404,7 +436,7 @@ class Model(HtmlRepresentation):
         """
         if self.traits.runtime != "TensorFlow" or not self.main.outputs:
             return {name: self.graphs[name] for name in self.reachable_graphs()}
-        needed = dict.fromkeys(reachable(self.main.outputs, self.main.nx.pred.__getitem__))
+        needed = dict.fromkeys(reachable(self.main.outputs, self.main.predecessors))
         called = dict.fromkeys(call.graph for name in needed for call in self.main.op(name).calls)
         callees = self.graphs_reachable_from([name for name in called if name in self.graphs])
         return {"": needed, **{name: self.graphs[name].executed_ops() for name in callees}}
@@ -504,7 +536,7 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph.nx.nodes(data=True):
+    for name, data in graph._nodes.items():  # noqa: SLF001
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
@@ -514,7 +546,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
+    for source, target, key, edge in graph.edges():
         if isinstance(key, int):
             unmatched_edges -= 1
         elif key != CONTROL_EDGE:
@@ -537,7 +569,7 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
     _, target, key = graph.edge_key(use, tensor)
-    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
+    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from graphquant.ir import (
@@ -109,7 +108,9 @@ def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: A
         for mean in means:
             values = [np.asarray(value, np.float64) for value in values_by_tensor.get(mean.observed_tensor, ())]
             flattened = [value.reshape(-1, value.shape[-1]) for value in values if value.size]
-            if flattened:
+            if len(flattened) == 1 and len(flattened[0]) == 1:
+                rows[mean.tensor].append(flattened[0][0])  # numpy takes longer for the mean of a row than for the rest
+            elif flattened:
                 rows[mean.tensor].append(np.concatenate(flattened).mean(0))
     return {tensor: np.stack(sample_means) for tensor, sample_means in rows.items()}
 
@@ -235,19 +236,18 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
     No op depends on another op of its own level.
     """
     selected = set(ops)
-    if not nx.is_directed_acyclic_graph(graph.nx):
+    order = graph.topological_order()
+    if len(order) < len(graph):
         return {}
     depths: dict[str, int] = {}
-    for name in nx.topological_sort(graph.nx):
-        source_depth = max((depths[source] for source in graph.nx.pred[name]), default=0)
+    for name in order:
+        source_depth = max((depths[source] for source in graph.predecessors(name)), default=0)
         depths[name] = source_depth + (name in selected)
     return {name: depths[name] for name in ops}
 
 
 def final_ops(graph: Graph, ops: Sequence[str]) -> list[str]:
     """Those of `ops` on which no other of them depends."""
-    # Unlike nx.ancestors, an op of a cycle counts as its own ancestor.
-    ancestors = {
-        *reachable((source for name in ops for source in graph.nx.pred[name]), lambda name: graph.nx.pred[name])
-    }
+    # An op of a cycle counts as its own ancestor.
+    ancestors = {*reachable((source for name in ops for source in graph.predecessors(name)), graph.predecessors)}
     return [name for name in ops if name not in ancestors]

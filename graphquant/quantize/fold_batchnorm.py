@@ -182,7 +182,7 @@ def _sole_reader_source(graph: Graph, use: Use) -> Op | str:
 
 def _has_control_edges(graph: Graph, name: str) -> bool:
     """Return True if the op has control edges, which would be lost with it."""
-    return bool(graph.control_inputs(name)) or any(CONTROL_EDGE in edges for edges in graph.nx.adj[name].values())
+    return bool(graph.control_inputs(name)) or any(CONTROL_EDGE in edges for edges in graph.successors(name).values())
 
 
 def decode_text(value: Any) -> Any:

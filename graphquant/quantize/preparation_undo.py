@@ -289,7 +289,7 @@ def remove_unread_ops(
     while pending:
         tensor = pending.pop()
         graph = model.graphs[tensor.graph]
-        if tensor.op not in graph or graph.nx.adj[tensor.op]:
+        if tensor.op not in graph or graph.successors(tensor.op):
             continue
         op = graph.op(tensor.op)
         if op.kind == "input" and (kinds is None or op.kind in kinds) and graph.name and graph.parent is None:

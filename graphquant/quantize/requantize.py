@@ -241,7 +241,7 @@ def _remove_quantize_chain(model: Model, edits: RecordedEdits, tensors: list[Ten
         current: TensorRef | None = tensor
         while current is not None and model.op(current).kind in {"quantize", "cast", *CLAMPING_KINDS}:
             graph = model.graphs[current.graph]
-            if graph.nx.adj[current.op]:
+            if graph.successors(current.op):
                 break
             operands = [operand for operand in graph.slots(current.op) if operand is not None]
             edits.remove(graph, current.op)

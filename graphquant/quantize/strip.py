@@ -76,14 +76,14 @@ class _QuantizationRemover:
         removed = []
         for op_ref in reversed(inserted_ops):
             graph = changed.graphs[op_ref.graph]
-            if graph.nx.adj[op_ref.op]:
+            if graph.successors(op_ref.op):
                 self._remaining.setdefault(op_ref, "remaining ops read it")
             else:
                 graph.remove_op(op_ref.op)
                 removed.append(op_ref)
         for scale in self._scales:
             graph = changed.graphs[scale.graph]
-            if self._is_removable(self._model.op(scale)) and not graph.nx.adj[scale.op]:
+            if self._is_removable(self._model.op(scale)) and not graph.successors(scale.op):
                 graph.remove_op(scale.op)
                 removed.append(scale)
         original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
@@ -172,7 +172,7 @@ class _QuantizationRemover:
         for graph in self._changed.graphs.values():
             for op in reversed(list(graph.ops())):
                 is_leftover = bool(op.rule) and op.rule not in PREPARATION_STEPS and op.kind not in {"output", "input"}
-                if is_leftover and op.name in graph and not graph.nx.adj[op.name] and not self._is_removable(op):
+                if is_leftover and op.name in graph and not graph.successors(op.name) and not self._is_removable(op):
                     graph.remove_op(op.name)
 
 

@@ -201,7 +201,7 @@ def _iterate_sources(graph: Graph, parameters: Parameters, name: str) -> Iterato
         sources = [slot for slot in graph.slots(op) if slot is not None and not parameters.is_parameter(slot)]
         return sources[0].op if len(sources) == 1 and sources[0].graph == graph.name else None
 
-    for source in graph.nx.pred[name]:
+    for source in graph.predecessors(name):
         yield from follow(source, source_of_inserted_op, MAX_PASSTHROUGH_OPS)
 
 

@@ -324,11 +324,11 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
     # The sorting of networkx would not keep the order of the source, and a model would not be saved byte for byte.
     visited: set[str] = set()
     ordered: list[str] = []
-    for root in chain((name for name in preferred if name in graph), graph.nx):
+    for root in chain((name for name in preferred if name in graph), (op.name for op in graph.ops())):
         if root in visited:
             continue
         visited.add(root)
-        stack = [(root, graph.nx.predecessors(root))]
+        stack = [(root, iter(graph.predecessors(root)))]
         while stack:
             name, sources = stack[-1]
             unvisited_source = next((source for source in sources if source not in visited), None)
@@ -337,7 +337,7 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
                 stack.pop()
             else:
                 visited.add(unvisited_source)
-                stack.append((unvisited_source, graph.nx.predecessors(unvisited_source)))
+                stack.append((unvisited_source, iter(graph.predecessors(unvisited_source))))
     return ordered
 
 

@@ -258,11 +258,10 @@ class OnnxRunner:
             watch_session = self._full_watch = self._create_watch(tensors)
         run, feeds = watch_session.run_function(tensors), (_quantize_feed(feed, self._integers) for feed in feeds)
         is_small = self._model_bytes <= SESSION_PER_THREAD_BYTES and len(watch_session.probes) <= MAX_COPIED_TENSORS
-        if on_result is not None and is_small:
-            copies = [
-                self._create_watch(list(watch_session.probes), ancestors_only=ancestors_only)
-                for _ in range(max_in_flight - 1)
-            ]
+        if ancestors_only and is_small:
+            max_in_flight = 1  # the activations of a second run need more memory than the model
+        elif on_result is not None and is_small:
+            copies = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
             run = _run_per_thread([run, *(copy.run_function(tensors) for copy in copies)])
         yield from prefetch(run, feeds, max_in_flight, on_result)
 

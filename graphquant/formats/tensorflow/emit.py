@@ -200,7 +200,7 @@ class _GraphPatch:
             if slots and slots[0] is not None:
                 current = self._graph.op(slots[0].op)
             else:
-                current = self._graph.op(next(iter(self._graph.nx.adj[current.name]), current.name))
+                current = self._graph.op(next(iter(self._graph.successors(current.name)), current.name))
         return str(current.source.device) if current.source is not None and current.type not in _BOUNDARY_TYPES else ""
 
 

@@ -87,7 +87,7 @@ def _unknown_constants(model: Model) -> list[str]:
         is_candidate = op.outputs[0].dtype in FLOAT_TYPES and is_small and is_read
         if not is_candidate or parameters.value(tensor) is not None:
             continue
-        sources = reachable([op.name], main.nx.pred.__getitem__)
+        sources = reachable([op.name], main.predecessors)
         if not controlled.intersection(sources) and not any(main.op(name).kind in _LOOP_KINDS for name in sources):
             names.append(op.name)
     return names

@@ -110,7 +110,7 @@ def _from_graph(
     if outputs:
         _set_outputs(model.main, [str(getattr(output, "name", output)) for output in outputs])
     # Ops that no output depends on initialize, train or save.
-    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
+    ancestors = set(reachable(model.main.outputs, model.main.predecessors))
     for op in list(model.main.ops()):
         if op.name not in ancestors and op.kind not in _ESSENTIAL_KINDS:
             model.main.replace_op(replace(op, kind="other"))
@@ -127,7 +127,7 @@ def _set_outputs(main: Graph, names: Sequence[str]) -> None:
         op, _, port = name.partition(":")
         port_number = int(port or 0) if not port or port.isdecimal() else -1
         if op not in main or not 0 <= port_number < len(main.op(op).outputs):
-            raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, main.nx)}")
+            raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, [op.name for op in main.ops()])}")
         add_output(main, f"@{op}:{port_number}" if port_number else f"@{op}", (op, port_number))
 
 

@@ -283,9 +283,8 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through ops that keep them. A read of a variable has the variable's shape."""
     visited: set[str] = set()
-    for start_name in graph.nx:
-        chain: list[tuple[Op, TensorRef | None]] = []
-        op = graph.op(start_name)
+    for start in list(graph.ops()):
+        op, chain = start, list[tuple[Op, TensorRef | None]]()
         while (
             op.name not in visited and op.kind in _SHAPE_PRESERVING_KINDS and op.outputs and op.outputs[0].shape is None
         ):
@@ -340,7 +339,7 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 def _add_sink_outputs(graph: Graph) -> None:
     for op in list(graph.ops()):
-        if op.kind in _NON_SINK_KINDS or op.type in ASSIGN_TYPES or graph.nx.adj[op.name]:
+        if op.kind in _NON_SINK_KINDS or op.type in ASSIGN_TYPES or graph.successors(op.name):
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):

@@ -53,7 +53,7 @@ def _run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
     if meta is not None:
         return signature_inputs(model, meta)
     # Only placeholders that the outputs depend on must be fed.
-    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
+    ancestors = set(reachable(model.main.outputs, model.main.predecessors))
     names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
     return tuple(_placeholder_input(model, name) for name in names)
 

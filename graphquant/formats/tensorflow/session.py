@@ -45,7 +45,7 @@ _QUEUE_PREFIX: Final = "graphquant_observe"
 
 def unfetchable_ops(graph: Graph) -> set[str]:
     """Return the ops of the main graph that may run never or repeatedly: all descendants of an Enter or Switch."""
-    return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.nx.adj.__getitem__))
+    return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.successors))
 
 
 def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only: Collection[TensorRef] = ()) -> Model:
@@ -345,7 +345,7 @@ def describe_unfrozen_variables(model: Model) -> str:
 def find_state_variables(model: Model) -> list[str]:
     """Return the variables of the main graph that the outputs' ops assign, such as the states of a stateful LSTM."""
     main, parameters = model.main, Parameters(model)
-    ancestors = set(reachable(main.outputs, main.nx.pred.__getitem__))
+    ancestors = set(reachable(main.outputs, main.predecessors))
     called = (call.graph for name in ancestors for call in main.op(name).calls if call.graph in model.graphs)
     names: dict[str, None] = {}
     for name in ("", *model.graphs_reachable_from(list(dict.fromkeys(called)))):
