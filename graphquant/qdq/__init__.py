@@ -11,6 +11,7 @@ from graphquant.qdq.onnx_fused import (
     DYNAMIC_PRODUCT,
     FOLDED_FORM,
     LAYER_WEIGHT_SLOTS,
+    MIN_GATHER_BLOCK_SIZE,
     FusedOnnxFamily,
     PackedWeight,
     count_product_weights,

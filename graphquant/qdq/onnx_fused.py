@@ -80,15 +80,21 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
         ]
         is_packed = all(_has_expert_blocks(replace(weight, shape=each)) for each in shapes)
         return "QMoE" if is_packed and slot in weights and _has_fused_routing(consumer) else ""
-    if consumer.domain or shape is None or None in shape or block is None or not weight.bits:
+    if consumer.domain or shape is None or None in shape or not weight.bits:
         return ""
-    if consumer.type in {"MatMul", "Gemm"}:
-        is_matrix = slot == 1 and len(shape) == 2 and block in MATMUL_BLOCK_SIZES  # noqa: PLR2004  # rows and columns
-        return "MatMulNBits" if is_matrix and weight.axis == _summed_axis(graph, consumer, shape) else ""
-    is_table = consumer.type == "Gather" and slot == 0 and len(shape) > 1 and weight.axis == len(shape) - 1
-    is_supported_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0
-    reads_rows = is_table and consumer.numeric_attr("axis", 0) == 0
-    return "GatherBlockQuantized" if reads_rows and is_supported_block and weight.bits == 4 else ""  # noqa: PLR2004
+    if consumer.type == "Gather" and slot == 0 and consumer.numeric_attr("axis", 0) == 0:
+        return "GatherBlockQuantized" if _has_row_blocks(weight, shape) else ""
+    is_matrix = consumer.type in {"MatMul", "Gemm"} and slot == 1 and len(shape) == 2 and block in MATMUL_BLOCK_SIZES  # noqa: PLR2004  # rows and columns
+    return "MatMulNBits" if is_matrix and weight.axis == _summed_axis(graph, consumer, shape) else ""
+
+
+def _has_row_blocks(weight: PackedWeight, shape: Shape) -> bool:
+    """Return True if GatherBlockQuantized reads a table: blocks along its last axis, or bytes with a scale per row."""
+    block = weight.block
+    if block is None:
+        return weight.axis == 0 and len(shape) == 2 and weight.bits == BITS_OF_BYTES  # noqa: PLR2004  # rows and columns
+    is_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0 and weight.axis == len(shape) - 1
+    return is_block and len(shape) > 1 and (weight.bits == 4 or (weight.bits == BITS_OF_BYTES and len(shape) == 2))  # noqa: PLR2004
 
 
 def _has_fused_routing(moe: Op) -> bool:

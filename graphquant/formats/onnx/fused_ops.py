@@ -29,6 +29,7 @@ from graphquant.qdq import (
     DYNAMIC_PRODUCT,
     FOLDED_FORM,
     LAYER_WEIGHT_SLOTS,
+    MIN_GATHER_BLOCK_SIZE,
     FusedForm,
     PackedWeight,
     fused_op_type,
@@ -449,11 +450,13 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
-    """Replace a GatherBlockQuantized of 4-bit tensors by DequantizeLinear and Gather; return their names."""
+    """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
     op, graph = lift.op, lift.graph
     weight, scale = lift.constant(0), lift.constant(SCALE_SLOT)
     zero_point = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
+    if weight is not None and scale is not None and weight.outputs[0].dtype == "uint8":
+        return _lift_packed_gather(lift, weight, scale)
     if weight is None or scale is None or not shape or weight.outputs[0].dtype not in {"int4", "uint4"}:
         return []
     axis = int(op.numeric_attr("quantize_axis", 1)) % len(shape)
@@ -474,8 +477,33 @@ def _lift_gather(lift: _Lift) -> list[str]:
             fused_attrs={"form": "packed"},
         )
         lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [zero_point])])
-    dequantized = lift.shared[key]
-    gather_axis = int(op.numeric_attr("gather_axis", 0))
+    return _replace_gather(lift, lift.shared[key])
+
+
+def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op) -> list[str]:
+    """Replace a GatherBlockQuantized of the rows of a matrix in bytes; return the names of the ops in its place."""
+    op, zero_point = lift.op, lift.constant(ZERO_POINT_SLOT)
+    bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 128))
+    shape, blocks = (fully_known_shape(constant.outputs[0].shape) for constant in (weight, scale))
+    is_row = op.numeric_attr("gather_axis", 0) == 0 and op.numeric_attr("quantize_axis", 1) in {1, -1}
+    if not is_row or bits not in {2, 4, 8} or shape is None or len(shape) != 2 or block < 1:  # noqa: PLR2004  # rows and bytes
+        return []
+    rows, columns = shape[0], shape[1] * BITS_PER_BYTE // bits
+    layout = _MatrixLayout(rows=rows, columns=columns, bits=bits, block=block, transposed=False)
+    has_zero_points = any(lift.slots[ZERO_POINT_SLOT:])
+    zero_point_bytes = rows * -(-layout.blocks * bits // BITS_PER_BYTE)
+    if (
+        blocks != (rows, layout.blocks)
+        or has_zero_points != (zero_point is not None)
+        or (zero_point is not None and (zero_point.outputs[0].dtype, _size(zero_point)) != ("uint8", zero_point_bytes))
+    ):
+        return []
+    return _replace_gather(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point))
+
+
+def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
+    """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
+    op, graph, gather_axis = lift.op, lift.graph, int(lift.op.numeric_attr("gather_axis", 0))
     fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
     attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
     plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": ""}
@@ -484,17 +512,22 @@ def _lift_gather(lift: _Lift) -> list[str]:
 
 
 def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
-    """Add the constants of a MatMulNBits in the standard layout and their DequantizeLinear, once for equal weights."""
+    """Add the constants of a packed matrix in the standard layout and their DequantizeLinear, once for equal ones."""
     op, graph = lift.op, lift.graph
     level = int(op.numeric_attr("accuracy_level", 0))
-    key = (*lift.slots[WEIGHT_SLOT:GROUP_INDEX_SLOT], layout, level)
+    key = (*(None if constant is None else constant.name for constant in (weight, scale, zero_point)), layout, level)
     if key in lift.shared:
         return lift.shared[key]
     # Without zero points, integers are stored with the middle of their range added.
     offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
     type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
     dtype = _numpy_dtype(type_name)
-    shapes = (layout.columns, layout.rows), (layout.blocks, layout.rows)
+    shapes: tuple[tuple[int, ...], ...] = (layout.rows, layout.columns), (layout.rows, layout.blocks)
+    attrs = {"axis": int(not layout.transposed), "block_size": layout.block}
+    if layout.transposed:
+        shapes = shapes[0][::-1], shapes[1][::-1]
+    elif layout.blocks == 1 and layout.bits == BITS_PER_BYTE:  # a scale per row of a table
+        shapes, attrs = (shapes[0], (layout.rows,)), {"axis": 0}
 
     def add_constant(name: str, dtype_name: str, shape: tuple[int, ...], read_value: Callable[[], Array]) -> TensorRef:
         constant = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
@@ -508,7 +541,12 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
             shapes[0],
             partial(layout.unpack, partial(_value, weight), dtype, offset),
         ),
-        add_constant(_unpacked_name(scale), scale_dtype, shapes[1], lambda: layout.unpack_blocks(_value(scale))),
+        add_constant(
+            _unpacked_name(scale),
+            scale_dtype,
+            shapes[1],
+            lambda: layout.unpack_blocks(_value(scale)).reshape(shapes[1]),
+        ),
     ]
     if zero_point is not None:
         inputs.append(
@@ -516,7 +554,7 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
                 _unpacked_name(zero_point),
                 type_name,
                 shapes[1],
-                lambda: layout.unpack_zero_points(_value(zero_point)).astype(dtype),
+                lambda: layout.unpack_zero_points(_value(zero_point)).astype(dtype).reshape(shapes[1]),
             )
         )
     dequantize = new_op(
@@ -527,7 +565,7 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
         kind="dequantize",
         type="DequantizeLinear",
         roles=("input", "scale", "zero_point"),
-        attrs={"axis": 0, "block_size": layout.block},
+        attrs=attrs,
         rule=op.rule,
         anchor=op.anchor,
         fused_attrs={"form": "packed", "bits": layout.bits, "accuracy_level": level},
@@ -662,6 +700,8 @@ def supports_fused_form(form: FusedForm) -> bool:
     elif form.op_type == "GatherBlockQuantized":
         inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
         attrs |= {"gather_axis": 0, "quantize_axis": 1}
+        if bits == BITS_PER_BYTE:  # release 1.22 reads tensors of 4 bits only
+            weight, attrs = weight.view(np.uint8), attrs | {"bits": bits}
     elif form.op_type == "QMoE":  # 16 experts of 16 rows, so that the data fits as the scores too
         inputs, data = ["data", "data", "weight", "scale", "", "weight", "scale"], rows
         weight, scale = np.zeros((16, 16, 2 * bits), np.uint8), np.ones((16, 16, 1), np.float32)
@@ -778,8 +818,16 @@ def _lower_readers(
                 inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), bias]
             fused_attrs |= {"K": layout.columns, "N": layout.rows, "accuracy_level": attrs.get("accuracy_level", 0)}
         else:
-            inputs = [data, slots[1], scale, *filter(None, [zero_point])]
+            constants = [data, scale, zero_point]
             fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
+            if weight.bits == BITS_PER_BYTE:
+                layout = _table_layout(weight)
+                fused_attrs |= {"block_size": layout.block, "quantize_axis": 1, "bits": weight.bits}
+                packed[op_type] = packed.get(op_type) or _add_packed_weight(
+                    graph, dequantize, layout, params, model, sizes=(layout.rows,)
+                )
+                constants = packed[op_type]
+            inputs = [constants[0], slots[1], *filter(None, constants[1:])]
         _replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
     _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
 
@@ -850,8 +898,8 @@ def _add_experts(
     model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
 ) -> list[TensorRef | None]:
     """Add the packed weight of a QMoE, its scales and zero points."""
-    experts = (weight.shape or (0,))[0] or 0
-    return _add_packed_weight(graph, dequantize, _matrix_layout(weight), params, model, experts=experts)
+    sizes = tuple(size or 0 for size in weight.shape or ())[:-1]
+    return _add_packed_weight(graph, dequantize, _matrix_layout(weight), params, model, sizes=sizes)
 
 
 def _add_gates(
@@ -1031,20 +1079,28 @@ def _matrix_layout(weight: PackedWeight) -> _MatrixLayout:
     return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
 
 
+def _table_layout(weight: PackedWeight) -> _MatrixLayout:
+    """Return the layout of the rows of a table; a scale per row is one block, which must be a power of two."""
+    rows, columns = (size or 0 for size in weight.shape or ())
+    block = weight.block or max(1 << (columns - 1).bit_length(), MIN_GATHER_BLOCK_SIZE)
+    return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=block, transposed=False)
+
+
 def _add_packed_weight(
-    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model, *, experts: int = 0
+    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model, *, sizes: tuple[int, ...] = ()
 ) -> list[TensorRef | None]:
     """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points.
 
-    Those of `experts` have the shape (experts, rows, values of a row). MatMulNBits reads those of a single matrix.
+    Those of experts and of tables have the shape (*sizes, values of a row), without elements past the last column.
+    MatMulNBits reads those of a single matrix, in whole blocks.
     """
     data, scale, *zero_point = (tensor for tensor in graph.slots(dequantize.name) if tensor is not None)
     offset = 1 << (layout.bits - 1) if params.type.signed else 0
 
     def add(source: TensorRef, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> TensorRef:
         fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
-        if experts:
-            shape = (experts, layout.rows // experts, math.prod(shape) // layout.rows)
+        if sizes:
+            shape = (*sizes, math.prod(shape) // layout.rows)
         fields["read_value"] = lambda: read().reshape(shape)
         return graph.add_op(new_op(graph, f"{source.op}{PACKED_SUFFIX}", dtype, shape, **fields))
 
@@ -1052,9 +1108,15 @@ def _add_packed_weight(
     if read_data is None or read_scale is None:
         raise InternalError(f"the weight {data} or its scale {scale} has no value.")
     blob = -(-layout.block * layout.bits // BITS_PER_BYTE)
+    row_bytes = -(-layout.columns * layout.bits // BITS_PER_BYTE) if sizes else layout.blocks * blob
     scale_dtype, count = graph.output(scale).dtype, (layout.rows * layout.blocks,)
+
+    def read_packed() -> Array:
+        return layout.pack(read_data, offset).reshape(layout.rows, -1)[:, :row_bytes]
+
+    packed_shape = (layout.rows, row_bytes) if sizes else (layout.rows, layout.blocks, blob)
     inputs: list[TensorRef | None] = [
-        add(data, "uint8", (layout.rows, layout.blocks, blob), partial(layout.pack, read_data, offset)),
+        add(data, "uint8", packed_shape, read_packed),
         add(scale, scale_dtype, count, partial(layout.pack_scales, read_scale)),
     ]
     if (params.zero_point + offset != 1 << (layout.bits - 1)).any():

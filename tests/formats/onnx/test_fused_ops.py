@@ -1,5 +1,6 @@
 """Packed and folded weights compute what their pairs compute, and are read back as these pairs."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -147,19 +148,63 @@ def test_products(
     (tmp_path / "out.onnx").unlink()
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@pytest.mark.parametrize("width", [32, 40, 96])
-def test_rows_of_tables_have_the_same_bits(tmp_path: Path, dtype: str, width: int) -> None:
-    """GatherBlockQuantized returns exactly the rows that the pair returns, also with a partial block."""
+BYTE_TABLE = FusedForm(op_type="GatherBlockQuantized", bits=8, args=FamilyArguments(form="packed"))
+BYTE_TABLES = itertools.product(("int8", "uint8"), ("block", "channel"))
+needs_byte_tables = pytest.mark.skipif(not supports_fused_form(BYTE_TABLE), reason="the release has no tables of bytes")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per"),
+    [("int4", "block"), ("uint4", "block")]
+    + [
+        pytest.param(*case, marks=needs_byte_tables)
+        for case in itertools.product(("int8", "uint8"), ("block", "channel"))
+    ],
+)
+@pytest.mark.parametrize("width", [5, 32, 40, 96])
+def test_rows_of_tables_have_the_same_bits(tmp_path: Path, dtype: str, per: str, width: int) -> None:
+    """GatherBlockQuantized returns exactly the rows of the pair, also with a partial block, and is read as it."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((50, width)).astype(np.float32)
     onnx.save(parse("y = Gather(t, i)", "int64[n, 2] i", "float[n, 2, w] y", {"t": table}), tmp_path / "float.onnx")
-    rules = write_rules(tmp_path / "r.toml", dtype, "", zero="asymmetric")
-    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules).model)
+    block = 32 if per == "block" else None
+    rules = write_rules(tmp_path / "r.toml", dtype, "", zero="asymmetric", block=block, per=per)
+    rules.write_text(rules.read_text().replace('per = "channel"', 'per = "channel"\naxis = 0'))
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    message = onnx_format.emit(result.model)
     assert op_counts(message) == {"GatherBlockQuantized": 1}
     standard = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq").model)
     feeds = {"i": rng.integers(-50, 50, (4, 2))}
     assert np.array_equal(run(message, feeds)[0], ReferenceEvaluator(standard).run(None, feeds)[0])
+    result.save(tmp_path / "packed.onnx")
+    read = gq.load(tmp_path / "packed.onnx")
+    assert onnx_format.emit(read).SerializeToString() == onnx_format.emit(result.model).SerializeToString()
+    (pair,) = (op for op in read.main.ops() if op.kind == "dequantize")
+    assert isinstance(params := read_qparams(read.main, pair, Parameters(read)), QParams)
+    assert (params.axis, params.block) == ((1, 32) if per == "block" and (width > 32 or "4" in dtype) else (0, None))
+    stripped = onnx_format.emit(gq.strip(tmp_path / "packed.onnx", everything=True).model)
+    assert np.array_equal(run(stripped, feeds)[0], run(message, feeds)[0])
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=needs_byte_tables)])
+@pytest.mark.parametrize("has_zero_points", [False, True])
+def test_packed_table_of_another_tool(tmp_path: Path, bits: int, has_zero_points: bool) -> None:
+    """A GatherBlockQuantized of bytes, as ONNX Runtime GenAI writes it, is read as a pair and written as it was."""
+    rng, middle = np.random.default_rng(0), 1 << (bits - 1)
+    integers, scales = rng.integers(0, 2 * middle, (9, 64)), rng.uniform(0.5, 1, (9, 2)).astype(np.float32)
+    zeros = rng.integers(0, 2 * middle, (9, 2)) if has_zero_points else np.full((9, 2), middle)
+    weights = {"q": pack_elements(integers, bits), "s": scales}
+    if has_zero_points:
+        weights["z"] = pack_elements(zeros, bits)
+    attrs = f"bits = {bits}, block_size = 32, gather_axis = 0, quantize_axis = 1"
+    node = f"y = com.microsoft.GatherBlockQuantized<{attrs}>(q, i, s{', z' if has_zero_points else ''})"
+    message = parse(node, "int64[n] i", "float[n, 64] y", weights)
+    onnx.save(message, tmp_path / "other.onnx")
+    assert onnx_format.emit(gq.load(tmp_path / "other.onnx")).graph.node[0] == message.graph.node[0]
+    stripped = onnx_format.emit(gq.strip(tmp_path / "other.onnx", everything=True).model)
+    assert op_counts(stripped) == {"Gather": 1}
+    rows = (integers - np.repeat(zeros, 32, axis=1)) * np.repeat(scales, 32, axis=1)
+    np.testing.assert_allclose(run(stripped, {"i": np.arange(9)})[0], rows, rtol=1e-6)
 
 
 @pytest.mark.parametrize("per", ["channel", "tensor"])
