@@ -1,11 +1,19 @@
 """The arithmetic of quantization in numpy: affine scales and zero points, and those of TensorFlow's ops."""
 
 from graphquant.numerics.affine import (
+    FLOAT4_NAME,
+    FLOAT8_NAMES,
+    FLOAT_NAMES,
     LARGEST_VALUE,
+    MIN_BITS,
     SMALL_BITS,
     SMALLEST_SCALE,
+    Array,
     DynamicQParams,
+    FloatType,
+    IntType,
     QParams,
+    QType,
     QuantizationGrid,
     Range,
     block_scale_shape,
@@ -14,6 +22,7 @@ from graphquant.numerics.affine import (
     dequantize,
     iter_blocks,
     iter_slabs,
+    parse_type,
     qparams_from_scale,
     quantize,
     quantize_rows_to_dtype,
@@ -22,15 +31,4 @@ from graphquant.numerics.affine import (
     rows_per_slab,
     split_block_scales,
     split_blocks,
-)
-from graphquant.numerics.data_types import (
-    FLOAT4_NAME,
-    FLOAT8_NAMES,
-    FLOAT_NAMES,
-    MIN_BITS,
-    Array,
-    FloatType,
-    IntType,
-    QType,
-    parse_type,
 )

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics.affine import QParams, Range, qparams_from_scale
-from graphquant.numerics.data_types import Array, IntType, QType
+from graphquant.numerics.affine import Array, IntType, QParams, QType, Range, qparams_from_scale
 
 FAKE_QUANT_MIN_BITS, FAKE_QUANT_MAX_BITS = 2, 16
 

@@ -29,9 +29,13 @@ from graphquant.optimize.algorithm import (
     skipped_algorithm,
 )
 from graphquant.optimize.bias_correction import BIAS_CORRECTION, apply_bias_correction
+from graphquant.optimize.channel_scaling import (
+    CROSS_LAYER_EQUALIZATION,
+    SMOOTHQUANT,
+    apply_cross_layer_equalization,
+    apply_smoothquant,
+)
 from graphquant.optimize.channel_statistics import sketch_sample_ranges
-from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION, apply_cross_layer_equalization
-from graphquant.optimize.smoothquant import SMOOTHQUANT, apply_smoothquant
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, apply_adaround, apply_gptq
 from graphquant.optimize.weighted_ops import find_weighted_ops
 from graphquant.quantize import Plan, Site, Skip, SkipCode, Solution, solve_scales

@@ -52,11 +52,10 @@ from graphquant.optimize.candidates import (
     replace_sites,
     switch_groups,
 )
-from graphquant.optimize.cross_layer_equalization import CROSS_LAYER_EQUALIZATION
+from graphquant.optimize.channel_scaling import CROSS_LAYER_EQUALIZATION, SMOOTHQUANT
 from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, StopReason
 from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
-from graphquant.optimize.smoothquant import SMOOTHQUANT
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 
 if TYPE_CHECKING:

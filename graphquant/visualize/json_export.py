@@ -15,8 +15,16 @@ from graphquant.calibration.data.check import DataFinding
 from graphquant.optimize import AlgorithmResult, TimeRatio
 from graphquant.quantize import SkipCode
 from graphquant.quantize.integer_io import BoundaryTensor
-from graphquant.visualize.json_objects import (
+from graphquant.visualize.json_results import (
+    CheckedOp,
+    CheckResult,
+    CompareResult,
+    DataCheckResult,
+    DiffResult,
     Digests,
+    ExplainResult,
+    InspectResult,
+    InspectStatsResult,
     JsonObject,
     JsonResult,
     Metric,
@@ -29,16 +37,6 @@ from graphquant.visualize.json_objects import (
     UseJson,
     at,
     if_set,
-)
-from graphquant.visualize.json_results import (
-    CheckedOp,
-    CheckResult,
-    CompareResult,
-    DataCheckResult,
-    DiffResult,
-    ExplainResult,
-    InspectResult,
-    InspectStatsResult,
 )
 
 if TYPE_CHECKING:

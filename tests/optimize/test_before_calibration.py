@@ -14,7 +14,7 @@ from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, algorithm
 from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
 from graphquant.optimize.algorithms import apply_precalibration, apply_weight_clipping
-from graphquant.optimize.cross_layer_equalization import HAS_CHANNEL_SCALES
+from graphquant.optimize.channel_scaling import HAS_CHANNEL_SCALES
 from graphquant.rules import ALGORITHM_NAMES
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>\n'

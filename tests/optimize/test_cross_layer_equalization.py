@@ -11,9 +11,9 @@ import pytest
 from support.rule_files import weight_rule
 
 import graphquant as gq
-from graphquant.optimize import cross_layer_equalization
+from graphquant.optimize import channel_scaling
 from graphquant.optimize.channel_groups import INEXACT_SCALING
-from graphquant.optimize.cross_layer_equalization import ALREADY_EQUALIZED, _balancing_factors
+from graphquant.optimize.channel_scaling import ALREADY_EQUALIZED, _balancing_factors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,6 @@ def test_even_weights_stay(tmp_path: Path) -> None:
 
 def test_scaling_that_is_not_exact_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group whose constants cannot be scaled exactly is reported with that reason."""
-    monkeypatch.setattr(cross_layer_equalization, "rescale_group", lambda *_: False)
+    monkeypatch.setattr(channel_scaling, "rescale_group", lambda *_: False)
     entry = equalize(tmp_path, 16.0)
     assert (entry.applied, entry.detail) == (False, INEXACT_SCALING)

@@ -14,16 +14,10 @@ from support.rule_files import input_rule, weight_rule
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.ir import Model, TensorRef, Use
-from graphquant.optimize import smoothquant
+from graphquant.optimize import channel_scaling
 from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState, skipped_algorithm, skipped_target
 from graphquant.optimize.channel_groups import ChannelConstant, ChannelGroup, nearest_powers_of_two
-from graphquant.optimize.channel_statistics import (
-    ChannelMoments,
-    GroupWeight,
-    RoundingCosts,
-    collect_static_statistics,
-)
-from graphquant.optimize.smoothquant import (
+from graphquant.optimize.channel_scaling import (
     MIN_GAIN_DB,
     NO_TENSOR_SCALE,
     SMALL_GAIN,
@@ -31,6 +25,12 @@ from graphquant.optimize.smoothquant import (
     SmoothQuantScaling,
     apply_smoothquant,
     find_best_scaling,
+)
+from graphquant.optimize.channel_statistics import (
+    ChannelMoments,
+    GroupWeight,
+    RoundingCosts,
+    collect_static_statistics,
 )
 from graphquant.optimize.weighted_ops import NOT_OBSERVED
 
@@ -212,7 +212,7 @@ def test_required_gains(tmp_path: Path, body: str, least: float, monkeypatch: py
     """A folded factor needs 1 dB, and an inserted product 3 dB. A gain of just that is enough."""
     for gain in (least - 0.01, least):
         scaling = SmoothQuantScaling(divisors=np.full(8, 2.0), strength=0.5, gain=gain)
-        monkeypatch.setattr(smoothquant, "find_best_scaling", lambda _, scaling=scaling: scaling)
+        monkeypatch.setattr(channel_scaling, "find_best_scaling", lambda _, scaling=scaling: scaling)
         results = apply_smoothquant(make_state(tmp_path, body), algorithm_samples()).results
         result = next(result for result in results if result.target == "l")
         assert result.applied == (gain >= least)
@@ -243,7 +243,7 @@ def scalable_branches(state: PreCalibrationState) -> list[tuple[str, list[str]]]
         (branch.start.op, [constant.tensor.op for constant in branch.constants])
         for group in statistics.groups
         if statistics.find_obstacle(group)
-        for branch in smoothquant._scalable_groups(statistics, group)
+        for branch in channel_scaling._scalable_groups(statistics, group)
     ]
 
 
@@ -264,10 +264,10 @@ def test_branches_that_a_product_can_scale(tmp_path: Path, monkeypatch: pytest.M
     group = next(group for group in statistics.groups if group.start.op == "l")
     group.weight_uses[group.start].append(Use("", "y", 1))
     group.constants.append(group.constants[-1]._replace(use=Use("", "y", 1)))
-    assert smoothquant._scalable_groups(statistics, group) == []
+    assert channel_scaling._scalable_groups(statistics, group) == []
     for constant, kinds in (("FRAME_KINDS", {"layernorm"}), ("MATRIX_PRODUCT_KINDS", {"gemm"})):
         with monkeypatch.context() as patch:
-            patch.setattr(smoothquant, constant, frozenset(kinds))
+            patch.setattr(channel_scaling, constant, frozenset(kinds))
             assert scalable_branches(state) == []
 
 
@@ -292,7 +292,7 @@ def test_scales_of_their_own(tmp_path: Path, tensor: str, changes: dict[str, Any
     state = replace(state, plan=edit_site(state.plan, tensor, **changes))
     uses = [Use("", "a", 1), Use("", "c", 1)]
     statistics = collect_static_statistics(state.model, state.plan)
-    assert smoothquant._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
+    assert channel_scaling._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
 
 
 def test_other_sites_of_the_tensor_may_be_tied(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_other_sites_of_the_tensor_may_be_tied(tmp_path: Path) -> None:
         sites = (own if entry is site else entry for entry in state.plan.sites)
         statistics = collect_static_statistics(state.model, replace(state.plan, sites=(*sites, tied)))
         uses = [Use("", "a", 1), Use("", "c", 1)]
-        assert smoothquant._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
+        assert channel_scaling._has_own_scale(statistics, TensorRef("", "l"), uses) == is_own
 
 
 def block_model(path: Path, gain: Any) -> None:

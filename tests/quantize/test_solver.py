@@ -30,7 +30,7 @@ from graphquant.quantize import (
 )
 from graphquant.quantize.solver import RANGE_NOT_TRAINED
 from graphquant.rules import ObserverConfig, Scheme
-from graphquant.visualize.json_objects import ParametersJson
+from graphquant.visualize.json_results import ParametersJson
 
 UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
 INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=ObserverConfig(name="absmax"), family="onnx-qdq")

@@ -17,7 +17,7 @@ from graphquant.numerics.tf_ranges import flush_denormals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.numerics.data_types import Array
+    from graphquant.numerics.affine import Array
 
     BinaryReduction: TypeAlias = Callable[[Array, Array], Array]
 

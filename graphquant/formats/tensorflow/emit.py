@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from graphquant.errors import InternalError
-from graphquant.formats.tensorflow import opdefs, proto
+from graphquant.formats.tensorflow import ops, proto
 from graphquant.formats.tensorflow.learned_ranges import add_initializers, learned_ranges
 from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
@@ -31,7 +31,7 @@ def emit(model: Model, *, to_run: bool = False) -> Any:
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
     if to_run:
         _remove_uncalled_functions(graph_def)
-    table = opdefs.model_op_table(graph_def, meta)
+    table = ops.model_op_table(graph_def, meta)
     new_nodes = _GraphPatch(model.main, table).apply(graph_def.node)
     for function in graph_def.library.function:
         graph_patch = _GraphPatch(model.graphs[function.signature.name], table)
@@ -67,7 +67,7 @@ def _remove_uncalled_functions(graph_def: Any) -> None:
 class _GraphPatch:
     """Writes the changes of one graph into its nodes."""
 
-    def __init__(self, graph: Graph, table: opdefs.OpTable) -> None:
+    def __init__(self, graph: Graph, table: ops.OpTable) -> None:
         self._graph, self._table = graph, table
         self._ports: dict[str, list[tuple[str, int, str]]] = {}
 
@@ -83,7 +83,7 @@ class _GraphPatch:
         new_nodes = {op.name: self._make_node(op) for op in new_ops.values()}
         if self._graph.name:
             # Inputs refer to the output names of the new nodes, which follow from their attributes.
-            self._ports = {name: opdefs.output_ports(node, self._table) for name, node in new_nodes.items()}
+            self._ports = {name: ops.output_ports(node, self._table) for name, node in new_nodes.items()}
         for name, node in new_nodes.items():
             node.input.extend(self._input_name(tensor) for tensor in self._connected_inputs(new_ops[name]))
             node.input.extend(f"^{control}" for control in graph.control_inputs(name))
@@ -229,7 +229,7 @@ def _patch_signatures(main: Graph, signatures: Any) -> None:
                 output.name = new_name
 
 
-def _add_op_defs(op_list: Any, new_nodes: list[Any], table: opdefs.OpTable) -> None:
+def _add_op_defs(op_list: Any, new_nodes: list[Any], table: ops.OpTable) -> None:
     """Add the definition of each operation that the new nodes use and the list lacks."""
     listed = {op_def.name for op_def in op_list.op}
     node_by_type = {node.op: node for node in reversed(new_nodes)}
@@ -239,7 +239,7 @@ def _add_op_defs(op_list: Any, new_nodes: list[Any], table: opdefs.OpTable) -> N
             _fill_op_def(op_list.op.add(), spec, node_by_type[name])
 
 
-def _fill_op_def(op_def: Any, spec: opdefs.OpSpec, node: Any) -> None:
+def _fill_op_def(op_def: Any, spec: ops.OpSpec, node: Any) -> None:
     """Define an operation by its arguments and the node's attributes."""
     op_def.name, op_def.is_stateful = spec.name, spec.is_stateful
     types: dict[str, str] = {}

@@ -16,7 +16,7 @@ from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.function_names import rename_functions
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
-from graphquant.formats.tensorflow.opdefs import builtin_table
+from graphquant.formats.tensorflow.ops import builtin_table
 from graphquant.formats.tensorflow.runner import signatures_of_inputs
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,

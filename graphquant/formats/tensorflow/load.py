@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from graphquant.errors import ModelError
-from graphquant.formats.tensorflow import opdefs, proto
+from graphquant.formats.tensorflow import ops, proto
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
 from graphquant.formats.tensorflow.object_graph import add_saved_functions, get_shared_name
 from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
@@ -56,7 +56,7 @@ class _ModelLoader:
         if len(self._functions) != len(self._graph_def.library.function) or "" in self._functions:
             raise ModelError("Two functions have the same name, or one has none. The model file is damaged.")
         self._meta = meta = source.meta_graph(source.message)
-        self._op_table = opdefs.model_op_table(self._graph_def, meta)
+        self._op_table = ops.model_op_table(self._graph_def, meta)
         # Saving and restoring variables is not part of the model's computation.
         saver = meta.saver_def if meta is not None else proto.SaverDef()
         self._saver_ops = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
@@ -150,7 +150,7 @@ class _ModelLoader:
 
     def _is_function(self, op_type: str) -> bool:
         """Return True if nodes of that type call a function of the model."""
-        return op_type in self._functions and op_type not in opdefs.builtin_table()
+        return op_type in self._functions and op_type not in ops.builtin_table()
 
     def _value_reader(self, node: Any, kind: str) -> Callable[[], Any] | None:
         if kind == "constant" and node.op == "Const" and "value" in node.attr:
@@ -189,7 +189,7 @@ class TensorNames:
     """Tensor names of one graph, as the inputs of its nodes spell them."""
 
     def __init__(
-        self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = ""
+        self, nodes: Iterable[Any], table: ops.OpTable, arguments: Mapping[str, str | None], function: str = ""
     ) -> None:
         # Output argument, index within it and dtype of each output port, by node.
         self.ports: dict[str, list[tuple[str, int, str | None]]] = {}
@@ -201,7 +201,7 @@ class TensorNames:
             if not node.name or node.name in self.ports or node.name in arguments:
                 raise self._damaged(f"two nodes are called {node.name!r}")
             if node.op in table:
-                self.ports[node.name] = list(opdefs.output_ports(node, table))
+                self.ports[node.name] = list(ops.output_ports(node, table))
             else:
                 # A custom operation without a definition in the file has the outputs that are read.
                 self.ports[node.name] = []

@@ -1,12 +1,207 @@
-"""The table of TensorFlow's operations: kind, input roles, channel axis of the weight, attribute defaults."""
+"""The table of TensorFlow's operations, without TensorFlow: kind, input roles, channel axis of the weight, arguments.
+
+`opdefs.txt` has a line for each operation that TensorFlow registers; its header describes the format. A line is parsed
+when its operation is first used. A node's ports follow from its operation's arguments and the node's attributes: an
+argument is one tensor, a number of tensors of one type (an attribute holds the number), or one tensor for each type in
+a list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, TypeAlias
 
-from graphquant.formats.tensorflow.opdefs import builtin_table
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.ir import OpInfo
+
+AttrDefault: TypeAlias = str | int | tuple[str, ...]
+
+# Real nodes have fewer ports, and expanding a hostile number would exhaust memory.
+_MAX_PORTS: Final = 65_536
+_DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
+
+
+@dataclass(frozen=True, slots=True)
+class ArgSpec:
+    """An input or output argument of an operation, which stands for one port or several."""
+
+    name: str  # the argument's name
+    dtype: str = ""  # the numpy-like name of its type if the operation fixes it
+    type_attr: str = ""  # otherwise the attribute that holds its type
+    number_attr: str = ""  # the attribute with the number of ports of that type; without it there is one port
+    type_list_attr: str = ""  # the attribute that lists the types of the argument's ports, one each
+    is_ref: bool = False  # True if the type is a reference to a TF1 variable's buffer
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """An operation."""
+
+    name: str  # its type, for instance "MatMul"
+    inputs: tuple[ArgSpec, ...]  # its input arguments
+    outputs: tuple[ArgSpec, ...]  # its output arguments
+    is_stateful: bool  # True if a call may depend on more than its inputs, or has side effects
+    # The defaults of the attributes that arguments refer to; a saved model may leave such values out.
+    defaults: Mapping[str, AttrDefault]
+
+
+class OpTable:
+    """Operations by name: those that TensorFlow registers, and those that a model defines."""
+
+    def __init__(self, lines: Mapping[str, str]) -> None:
+        self._lines = lines
+        self._specs: dict[str, OpSpec] = {}
+
+    def __contains__(self, op_type: object) -> bool:
+        return op_type in self._specs or op_type in self._lines
+
+    def find_spec(self, op_type: str) -> OpSpec | None:
+        """Return the operation of that name, None if it is unknown."""
+        if op_type not in self._specs and op_type in self._lines:
+            self._specs[op_type] = _parse_table_line(op_type, self._lines[op_type])
+        return self._specs.get(op_type)
+
+    def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
+        """Return a table with these `OpDef` messages added. A known operation keeps its definition.
+
+        Raises a ModelError if an argument has an unknown type.
+        """
+        table = OpTable(self._lines)
+        table._specs.update(self._specs)
+        for op_def in op_defs:
+            if op_def.name not in table:
+                table._specs[op_def.name] = _parse_op_def(op_def)
+        return table
+
+
+@cache
+def builtin_table() -> OpTable:
+    """Return the operations that TensorFlow registers. The table is loaded once."""
+    text = files(__package__).joinpath("opdefs.txt").read_text(encoding="utf-8")
+    rows = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return OpTable({name: rest for name, _, rest in rows})
+
+
+def model_op_table(graph_def: Any, meta: Any) -> OpTable:
+    """Return TensorFlow's operations, and a model's custom ones and functions, which nodes may use as operations."""
+    custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
+    signatures = (function.signature for function in graph_def.library.function)
+    return builtin_table().with_op_defs([*custom_op_defs, *signatures])
+
+
+def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
+    """Return the outputs of a `NodeDef` in order: `node:1` in a graph is the second of them.
+
+    Returns:
+        For each port the argument's name, the port's index within the argument (in a function, a port is called
+        `node:argument:index`), and its dtype's numpy-like name; a reference has the dtype of what it refers to.
+    """
+    spec = table.find_spec(node.op)
+    if spec is None:
+        raise ModelError(
+            f"Node {node.name!r} is of an unknown operation, {node.op!r}."
+            " A model with custom operations must be saved with their definitions."
+        )
+    return _expand_ports(node, spec, spec.outputs)
+
+
+def _expand_ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tuple[str, int, str]]:
+    ports: list[tuple[str, int, str]] = []
+    for arg in args:
+        dtypes, count = _port_dtypes(node, spec, arg), 1
+        if arg.number_attr:
+            count = _attr_value(node, spec, arg.number_attr, "i")
+            if count < 0:
+                raise ModelError(f"Node {node.name!r} ({node.op}): attribute {arg.number_attr!r} is negative, {count}.")
+        if len(ports) + len(dtypes) * count > _MAX_PORTS:
+            raise ModelError(f"Node {node.name!r} ({node.op}) claims more than {_MAX_PORTS} inputs or outputs.")
+        ports.extend((arg.name, index, dtype) for index, dtype in enumerate(dtypes * count))
+    return ports
+
+
+def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> list[str]:
+    """Return the types of an argument's ports: a list of them, or one, which repeats."""
+    if arg.dtype:
+        return [arg.dtype]
+    attr, kind = (arg.type_list_attr, "list") if arg.type_list_attr else (arg.type_attr, "type")
+    value = _attr_value(node, spec, attr, kind)
+    if isinstance(value, str | tuple):  # a default of the table
+        return [value] if isinstance(value, str) else list(value)
+    dtypes = []
+    for number in value.type if arg.type_list_attr else [value]:
+        name = dtype_name(number)
+        if name is None:
+            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {attr!r} has unknown type {number}.")
+        dtypes.append(name)
+    return dtypes
+
+
+def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
+    """Return an attribute's value from the message, or its default from the table."""
+    if name in node.attr:
+        value = node.attr[name]
+        if value.WhichOneof("value") == kind:
+            return getattr(value, kind)
+    elif isinstance(default := spec.defaults.get(name), _DEFAULT_KINDS[kind]):
+        return default
+    raise ModelError(f"Node {node.name!r} ({node.op}) lacks a valid attribute {name!r}, which its ports depend on.")
+
+
+def _parse_op_def(op_def: Any) -> OpSpec:
+    inputs = tuple(_parse_arg_def(op_def, arg) for arg in op_def.input_arg)
+    outputs = tuple(_parse_arg_def(op_def, arg) for arg in op_def.output_arg)
+    referenced = {attr for arg in (*inputs, *outputs) for attr in (arg.type_attr, arg.number_attr, arg.type_list_attr)}
+    defaults: dict[str, AttrDefault] = {}
+    for attr in op_def.attr:
+        if attr.name in referenced and attr.HasField("default_value"):
+            value = attr.default_value
+            match value.WhichOneof("value"):  # arguments refer to no other kinds
+                case "list":
+                    defaults[attr.name] = tuple(dtype_name(number) or "invalid" for number in value.list.type)
+                case "type":
+                    defaults[attr.name] = dtype_name(value.type) or "invalid"
+                case _:
+                    defaults[attr.name] = int(value.i)
+    return OpSpec(op_def.name, inputs, outputs, op_def.is_stateful, defaults)
+
+
+def _parse_arg_def(op_def: Any, arg: Any) -> ArgSpec:
+    dtype = dtype_name(arg.type) or ""
+    if not (dtype or arg.type_attr or arg.type_list_attr):
+        raise ModelError(f"Operation {op_def.name!r}: argument {arg.name!r} has unknown type {arg.type}.")
+    return ArgSpec(arg.name, dtype, arg.type_attr, arg.number_attr, arg.type_list_attr, arg.is_ref)
+
+
+def _parse_table_line(name: str, rest: str) -> OpSpec:
+    args, _, defaults = rest.partition("|")
+    inputs_text, _, outputs_text = args.partition(">")
+    return OpSpec(
+        name,
+        tuple(arg for word in inputs_text.removeprefix("!").split() for arg in _parse_arg_word(word)),
+        tuple(arg for word in outputs_text.split() for arg in _parse_arg_word(word)),
+        inputs_text.startswith("!"),
+        dict(_parse_default_word(word) for word in defaults.split()),
+    )
+
+
+def _parse_arg_word(word: str) -> list[ArgSpec]:
+    names, _, type_list = word.removesuffix("&").partition("@")
+    names, _, dtype = names.partition("=")
+    names, _, type_attr = names.partition(":")
+    names, _, number = names.partition("*")
+    return [ArgSpec(name, dtype, type_attr, number, type_list, word.endswith("&")) for name in names.split(",")]
+
+
+def _parse_default_word(word: str) -> tuple[str, AttrDefault]:
+    name, _, value = word.partition("=")
+    if value.startswith("["):
+        return name, tuple(value.strip("[]").split(",")) if value != "[]" else ()
+    return name, int(value) if value.lstrip("-").isdigit() else value
+
 
 _WEIGHTED_ROLES: Final = ("input", "weight")
 _FUSED_ROLES: Final = ("input", "weight", "bias", "other")

@@ -6,11 +6,11 @@ Run it as `python tests/formats/tensorflow/generate_opdefs.py` from the top of t
 from itertools import groupby
 from pathlib import Path
 
-from graphquant.formats.tensorflow import opdefs, proto
+from graphquant.formats.tensorflow import ops, proto
 
 TARGET = Path(__file__).parents[3] / "graphquant" / "formats" / "tensorflow" / "opdefs.txt"
 HEAD = """\
-# Inputs and outputs of TensorFlow's registered operations; opdefs.py reads this table, generate_opdefs.py writes it.
+# Inputs and outputs of TensorFlow's registered operations; ops.py reads this table, generate_opdefs.py writes it.
 #
 #   NAME [!] INPUT... > OUTPUT... [| DEFAULT...]     `!` marks a stateful operation
 #   name=dtype | name:type_attr                      an argument of one port
@@ -28,7 +28,7 @@ def registered_op_defs():
     return sorted(proto.parse_binary(data, proto.message_class("OpList")()).op, key=lambda op_def: op_def.name)
 
 
-def kind_text(arg: opdefs.ArgSpec) -> str:
+def kind_text(arg: ops.ArgSpec) -> str:
     """Return an argument's text without its name."""
     if arg.type_list_attr:
         text = f"@{arg.type_list_attr}"
@@ -39,18 +39,18 @@ def kind_text(arg: opdefs.ArgSpec) -> str:
     return text + ("&" if arg.is_ref else "")
 
 
-def args_text(args: tuple[opdefs.ArgSpec, ...]) -> list[str]:
+def args_text(args: tuple[ops.ArgSpec, ...]) -> list[str]:
     """Return the arguments in order; those that differ only in name are joined."""
     runs = groupby(args, key=kind_text)
     return [",".join(arg.name for arg in run) + kind for kind, run in runs]
 
 
-def default_text(value: opdefs.AttrDefault) -> str:
+def default_text(value: ops.AttrDefault) -> str:
     """The default of an attribute."""
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-def table_line(spec: opdefs.OpSpec) -> str:
+def table_line(spec: ops.OpSpec) -> str:
     """Return the table line of an operation."""
     words = [spec.name]
     words += ["!"] if spec.is_stateful else []
@@ -62,7 +62,7 @@ def table_line(spec: opdefs.OpSpec) -> str:
 
 def write_table() -> None:
     """Write the table."""
-    lines = [table_line(opdefs._parse_op_def(op_def)) for op_def in registered_op_defs()]
+    lines = [table_line(ops._parse_op_def(op_def)) for op_def in registered_op_defs()]
     TARGET.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -7,12 +7,12 @@ import pytest
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant.errors import ModelError
-from graphquant.formats.tensorflow import opdefs, proto
-from graphquant.formats.tensorflow.opdefs import ArgSpec
+from graphquant.formats.tensorflow import ops, proto
+from graphquant.formats.tensorflow.ops import ArgSpec
 
 HERE = Path(__file__).parent
 SAMPLES = HERE.parents[2] / "sample_models"
-TABLE = opdefs.builtin_table()
+TABLE = ops.builtin_table()
 
 
 def node_with_attrs(op: str, **attrs: object):
@@ -42,7 +42,7 @@ def known_spec(name):
 
 def input_ports(message, table):
     """Return the input ports of a node, expanded like its outputs."""
-    return opdefs._expand_ports(message, table.find_spec(message.op), table.find_spec(message.op).inputs)
+    return ops._expand_ports(message, table.find_spec(message.op), table.find_spec(message.op).inputs)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_table_equals_the_registry_of_tensorflow():
     spec = importlib.util.spec_from_file_location("generate_opdefs", HERE / "generate_opdefs.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    theirs = {op_def.name: opdefs._parse_op_def(op_def) for op_def in generator.registered_op_defs()}
+    theirs = {op_def.name: ops._parse_op_def(op_def) for op_def in generator.registered_op_defs()}
     common = [name for name in TABLE._lines if name in theirs]
     assert len(common) > 1500
     for name in common:
@@ -88,7 +88,7 @@ def test_unknown_operation():
     """An unregistered operation has no known arguments."""
     assert TABLE.find_spec("Nope") is None
     with pytest.raises(ModelError, match="unknown operation, 'Nope'"):
-        opdefs.output_ports(node_with_attrs("Nope"), TABLE)
+        ops.output_ports(node_with_attrs("Nope"), TABLE)
 
 
 def test_state():
@@ -121,7 +121,7 @@ def test_state():
 def test_output_ports(message, expected):
     """Attributes and their defaults determine the number and types of a node's ports."""
     before = proto.to_binary(message)
-    assert opdefs.output_ports(message, TABLE) == expected
+    assert ops.output_ports(message, TABLE) == expected
     assert proto.to_binary(message) == before
 
 
@@ -147,7 +147,7 @@ def test_input_ports():
 def test_absurd_attributes_are_refused(message, match):
     """Hostile attributes neither exhaust memory nor crash."""
     with pytest.raises(ModelError, match=match):
-        opdefs.output_ports(message, TABLE)
+        ops.output_ports(message, TABLE)
 
 
 def test_extend_adds_operations_and_changes_nothing():
@@ -159,11 +159,11 @@ def test_extend_adds_operations_and_changes_nothing():
     mine.attr[0].default_value.type = proto.DataType["DT_UINT8"]
     mine.attr[1].default_value.i = 2
     table = TABLE.with_op_defs([mine, proto.OpDef(name="MatMul")])
-    assert opdefs.output_ports(node_with_attrs("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
+    assert ops.output_ports(node_with_attrs("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
     assert table.find_spec("MatMul") == TABLE.find_spec("MatMul")
     assert "Mine" in table
     assert "Mine" not in TABLE
-    assert "Mine" not in opdefs.builtin_table()
+    assert "Mine" not in ops.builtin_table()
     assert "Mine" in table.with_op_defs([])
 
 
@@ -177,7 +177,7 @@ def test_bad_definition_is_refused():
     odd.output_arg.add(name="y", type=1, number_attr="N")
     odd.attr.add(name="N").default_value.type = 1
     with pytest.raises(ModelError, match="attribute 'N'"):
-        opdefs.output_ports(node_with_attrs("Mine"), TABLE.with_op_defs([odd]))
+        ops.output_ports(node_with_attrs("Mine"), TABLE.with_op_defs([odd]))
 
 
 @pytest.mark.parametrize(
@@ -204,4 +204,4 @@ def test_every_node_of_real_models_has_as_many_inputs_as_its_operation(saved_pat
             data_inputs = [name for name in graph_node.input if not name.startswith("^")]
             assert len(input_ports(graph_node, table)) == len(data_inputs), graph_node.name
             outputs = graph_node.attr["_output_shapes"].list.shape if "_output_shapes" in graph_node.attr else None
-            assert outputs is None or len(opdefs.output_ports(graph_node, table)) == len(outputs), graph_node.name
+            assert outputs is None or len(ops.output_ports(graph_node, table)) == len(outputs), graph_node.name

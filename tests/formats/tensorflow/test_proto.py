@@ -125,8 +125,8 @@ def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first
 def test_tensorflow_is_not_imported():
     """Reading models does not import TensorFlow, which takes seconds."""
     code = (
-        "import sys; from graphquant.formats.tensorflow import proto, checkpoint, opdefs;"
-        " opdefs.builtin_table().find_spec('Add');"
+        "import sys; from graphquant.formats.tensorflow import proto, checkpoint, ops;"
+        " ops.builtin_table().find_spec('Add');"
         "print([name for name in sys.modules if name.split('.')[0] in ('tensorflow', 'keras')])"
     )
     assert run_python(code).strip() == "[]"
