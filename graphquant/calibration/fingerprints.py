@@ -11,11 +11,11 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError
 from graphquant.ir import LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, paused_gc
-from graphquant.ir.traversal import strongly_connected_components
 from graphquant.quantize import look_through_dropped_ops
 
 _FingerprintNode = tuple[str, str, str]
@@ -99,13 +99,14 @@ class _FingerprintHasher:
             for name, calls in model.callers().items()
         }
         self._digests: dict[_FingerprintNode, bytes] = {}
-        dependencies: dict[_FingerprintNode, list[_FingerprintNode]] = {}
+        graph: nx.DiGraph[_FingerprintNode] = nx.DiGraph()
         for name in model.reachable_graphs():
             nodes: list[_FingerprintNode] = [("op", name, op.name) for op in model.graphs[name].ops()]
             for node in [*nodes, ("entry", name, "")] if name else nodes:
-                dependencies[node] = self._dependencies(node)
-        for component in strongly_connected_components(dependencies):
-            self._hash_component(sorted(component), dependencies)
+                graph.add_node(node)
+                graph.add_edges_from((node, dependency) for dependency in self._dependencies(node))
+        for component in nx.strongly_connected_components(graph):  # Tarjan's algorithm yields dependencies first
+            self._hash_component(sorted(component), graph)
 
     def hash_tensor(self, tensor: TensorRef | None) -> bytes:
         """Return the hash of a tensor, whose fingerprint is its hexadecimal form; none for a missing input."""
@@ -117,14 +118,12 @@ class _FingerprintHasher:
                 return bytes.fromhex(self._overrides[candidate])
         return _hash_chunks(self._digests["op", upstream.graph, upstream.op], str(upstream.port).encode())
 
-    def _hash_component(
-        self, nodes: Sequence[_FingerprintNode], dependencies: Mapping[_FingerprintNode, Sequence[_FingerprintNode]]
-    ) -> None:
+    def _hash_component(self, nodes: Sequence[_FingerprintNode], graph: nx.DiGraph[_FingerprintNode]) -> None:
         """Hash a strongly connected component: one node, or the nodes of a cycle through a loop.
 
         The components that it depends on must be hashed already.
         """
-        if len(nodes) == 1 and nodes[0] not in dependencies[nodes[0]]:
+        if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
             self._digests[nodes[0]] = self._hash_node(nodes[0])
             return
         # Within a cycle, nodes are identified by their names.

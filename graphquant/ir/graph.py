@@ -14,7 +14,6 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -59,13 +58,17 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
+        import networkx as nx  # imported when needed, so that rule files are read without it
+
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # The dictionaries of `nx`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        self._nodes: dict[str, dict[str, Any]] = {}
-        self._successors: dict[str, Edges] = {}
-        self._predecessors: dict[str, Edges] = {}
+        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
+        self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        contents = vars(self.nx)  # its dictionaries; the views of them are slow
+        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
+        self._successors: dict[str, Edges] = contents["_succ"]
+        self._predecessors: dict[str, Edges] = contents["_pred"]
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
         self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
         self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
@@ -74,15 +77,6 @@ class Graph:
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
         self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}  # of pairs, by slot and port
-
-    @cached_property
-    def nx(self) -> nx.MultiDiGraph[str]:
-        """The graph as a networkx graph of the same dictionaries."""
-        import networkx as nx  # imported when needed, because that takes longer than to read a small model
-
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        vars(graph).update(_node=self._nodes, _adj=self._successors, _succ=self._successors, _pred=self._predecessors)
-        return graph
 
     @property
     def is_function(self) -> bool:
@@ -136,13 +130,6 @@ class Graph:
         """Return the edges to op `name`, by the op that they come from. Do not change them."""
         return self._predecessors[name]
 
-    def edges(self) -> Iterator[tuple[str, str, Any, dict[str, int]]]:
-        """Yield source, target, key and data of each edge."""
-        for source, targets in self._successors.items():
-            for target, edges in targets.items():
-                for key, data in edges.items():
-                    yield source, target, key, data
-
     def source_of(self, use: Use) -> TensorRef | None:
         """Return the tensor read at `use`, which must be in this graph."""
         slots = self.slots(use.op)
@@ -187,8 +174,7 @@ class Graph:
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
-        self._nodes[op.name] = {"op": op, "slots": []}
-        self._successors[op.name], self._predecessors[op.name] = {}, {}
+        self.nx.add_node(op.name, op=op, slots=[])
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
         if inputs or control_sources:
@@ -277,11 +263,7 @@ class Graph:
             self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
                 self._remove_data_edge(use, tensor)
-        for target in self._successors.pop(name):
-            self._predecessors[target].pop(name, None)
-        for source in self._predecessors.pop(name):
-            self._successors[source].pop(name, None)
-        del self._nodes[name]
+        self.nx.remove_node(name)
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -536,7 +518,7 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph._nodes.items():  # noqa: SLF001
+    for name, data in graph.nx.nodes(data=True):
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
@@ -546,7 +528,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    for source, target, key, edge in graph.edges():
+    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
         if isinstance(key, int):
             unmatched_edges -= 1
         elif key != CONTROL_EDGE:
@@ -569,7 +551,7 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
     _, target, key = graph.edge_key(use, tensor)
-    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
+    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

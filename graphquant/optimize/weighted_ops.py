@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import networkx as nx
 import numpy as np
 
 from graphquant.ir import (
@@ -236,11 +237,10 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
     No op depends on another op of its own level.
     """
     selected = set(ops)
-    order = graph.topological_order()
-    if len(order) < len(graph):
+    if not nx.is_directed_acyclic_graph(graph.nx):
         return {}
     depths: dict[str, int] = {}
-    for name in order:
+    for name in nx.topological_sort(graph.nx):
         source_depth = max((depths[source] for source in graph.predecessors(name)), default=0)
         depths[name] = source_depth + (name in selected)
     return {name: depths[name] for name in ops}
@@ -248,6 +248,6 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
 
 def final_ops(graph: Graph, ops: Sequence[str]) -> list[str]:
     """Those of `ops` on which no other of them depends."""
-    # An op of a cycle counts as its own ancestor.
+    # Unlike nx.ancestors, an op of a cycle counts as its own ancestor.
     ancestors = {*reachable((source for name in ops for source in graph.predecessors(name)), graph.predecessors)}
     return [name for name in ops if name not in ancestors]

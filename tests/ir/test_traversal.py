@@ -1,12 +1,8 @@
 """Walks over graphs, which are bounded and visit each node once."""
 
-import random
-
-import networkx as nx
 import pytest
 
 from graphquant.ir import connected_groups, follow, follow_to_end, reachable, unique_name
-from graphquant.ir.traversal import strongly_connected_components
 
 
 def test_follow_ends_at_none() -> None:
@@ -38,17 +34,3 @@ def test_unique_name_uses_the_smallest_suffix_that_no_container_has() -> None:
     """Each container is checked."""
     assert unique_name("x", {"y"}) == "x"
     assert unique_name("x", {"x", "x_1"}, {"x_2"}) == "x_3"
-
-
-def test_components_are_those_of_networkx() -> None:
-    """Components of random graphs agree with networkx, and come after those that they lead to."""
-    for seed in range(200):
-        choose = random.Random(seed)  # noqa: S311  # only variety is needed
-        count = choose.randint(1, 12)
-        edges = [(choose.randrange(count), choose.randrange(count)) for _ in range(choose.randint(0, 25))]
-        graph = nx.DiGraph(edges)
-        graph.add_nodes_from(range(count))
-        components = [*strongly_connected_components({node: list(graph.successors(node)) for node in range(count)})]
-        assert sorted(map(sorted, components)) == sorted(map(sorted, nx.strongly_connected_components(graph)))
-        position = {node: index for index, group in enumerate(components) for node in group}
-        assert all(position[target] <= position[source] for source, target in edges)

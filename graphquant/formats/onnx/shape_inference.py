@@ -38,7 +38,6 @@ from graphquant.formats.onnx.tensors import (
     type_and_shape,
 )
 from graphquant.ir import reachable
-from graphquant.ir.traversal import strongly_connected_components
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -361,19 +360,25 @@ def _check_function_calls(message: Any) -> None:
     """Reject functions that call themselves, or that would fill memory when they are inlined."""
     if not message.functions:
         return
+    import networkx as nx  # imported when needed, because that takes longer than to read a small model
+
     main = ("", "", "")
     callables = {main: message.graph, **{(f.domain, f.name, f.overload): f for f in message.functions}}
-    calls: dict[Any, list[Any]] = {}
+    calls: nx.DiGraph[Any] = nx.DiGraph()
     node_counts: dict[Any, Counter[Any]] = {}
     for key, callable_proto in callables.items():
         nodes = (node for graph in nested_graphs(callable_proto) for node in graph.node)
         node_counts[key] = Counter((node.domain, node.op_type, node.overload) for node in nodes)
-        calls[key] = [callee for callee in node_counts[key] if callee in callables and callee != main]
-    components = [*strongly_connected_components(calls)]
-    if len(components) < len(calls) or any(key in callees for key, callees in calls.items()):
-        raise ModelError("A function of the model calls itself, which ONNX does not allow. Export the model again.")
+        calls.add_node(key)
+        calls.add_edges_from((key, callee) for callee in node_counts[key] if callee in callables and callee != main)
+    try:
+        order = list(nx.topological_sort(calls))
+    except nx.NetworkXUnfeasible as error:
+        raise ModelError(
+            "A function of the model calls itself, which ONNX does not allow. Export the model again."
+        ) from error
     inlined_counts: dict[Any, int] = {}
-    for (key,) in components:
+    for key in reversed(order):
         inlined_counts[key] = sum(count * inlined_counts.get(callee, 1) for callee, count in node_counts[key].items())
     if inlined_counts[main] > MAX_INLINED_NODES:
         raise ModelError(
