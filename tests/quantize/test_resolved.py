@@ -116,7 +116,7 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
     least = np.abs(W).max((1, 2, 3)) / 127
     np.testing.assert_allclose(w.scale[[0, 2, 3]], least[[0, 2, 3]], rtol=1e-6)
     output = io.StringIO()
-    make_console(file=output).print(result_view(case.result, None))
+    make_console(file=output).print(result_view(case.result))
     assert ("changed: w:0: " in output.getvalue()) == (rules == "onnxruntime")
     if rules == "onnxruntime":
         assert 2**31 * (1 - 1e-5) < steps[1] < 2**31 - 1
