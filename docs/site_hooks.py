@@ -185,3 +185,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files of the repository by their text; pages in subfolders have links to other pages."""
     return markdown if "/" in page.file.src_uri else OUTSIDE_LINK.sub(r"\1", markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Load the script of the search from the site instead of the network, which a page opened from disk may lack."""
+    from mkdocs.utils import get_relative_url
+
+    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url("search_worker.js", page.url))

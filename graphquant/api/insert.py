@@ -363,8 +363,8 @@ def _needs_data_message(model: Model, unranged_sites: Sequence[Site], transfer: 
     if transfer is not None:
         return (
             f"{transfer.path or 'The model'} has ranges for {len(transfer.transferred)} tensors of the plan,"
-            f" but not for {count} activations; the first is {first}. Pass calibration data for them, or map their"
-            " names with --ranges-map."
+            f" but activations of the plan lack one: {first}, {count} in all. Pass calibration data too, or map names"
+            " with --ranges-map."
         )
     suggestions = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]
     if formats.memory_object_name(model):

@@ -554,7 +554,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     fast_enough = (outcome for limit in TIME_RATIOS for outcome in outcomes if outcome[0] <= limit)
     fastest = min(outcomes, key=lambda outcome: outcome[0])
     ratio, int8_groups = next(fast_enough, fastest)  # the fastest may be slower than float
-    if ratio > 1:
+    if round(ratio, 2) > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
     search.set_int8(int8_groups)
     return without_float_ops(placement, plan, {*int8_groups}, _explain_regions(search))

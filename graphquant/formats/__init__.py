@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_arg
 
 import numpy.typing as npt
 
-from graphquant.errors import ModelError
+from graphquant.errors import ModelError, did_you_mean
+from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape, TensorRef
@@ -248,8 +249,9 @@ def detect_format(path: Path) -> str:
             return "tensorflow"
         raise ModelError(f"{path} is a folder without saved_model.pb. Give the folder of a SavedModel or a model file.")
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES)[:5] if path.parent.is_dir() else []
-        raise ModelError(f"There is no file {path}." + (f" Models in that folder: {', '.join(near)}." if near else ""))
+        models = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES) if path.parent.is_dir() else []
+        listed = f" Models in that folder: {join_limited(models, 5)}." if models else ""
+        raise ModelError(f"There is no file {path}.{did_you_mean(path.name, models) or listed}")
     if path.suffix not in SUFFIXES:
         raise ModelError(
             f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."

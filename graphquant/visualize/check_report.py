@@ -108,7 +108,7 @@ def data_check_view(report: DataReport) -> RenderableType:
     """Render the table of inputs, ignored names, and findings."""
     sections: list[RenderableType] = [Table(INPUT_COLUMNS, report.inputs)]
     if report.ignored:
-        sections.append(plain_line(f"No input uses: {join_limited(report.ignored, IGNORED_SHOWN)}", "dim"))
+        sections.append(plain_line(f"Arrays that no input takes: {join_limited(report.ignored, IGNORED_SHOWN)}", "dim"))
     sections += [plain_line(finding.message, "yellow") for finding in report.findings]
     finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))

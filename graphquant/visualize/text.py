@@ -253,10 +253,11 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
 
     converted = list(converted_values(result.model, result.verdicts).items())[:CONVERSIONS_SHOWN]
     listed = ", ".join(f"{qualified_op_name(*op)} ({count:,})" for op, count in converted)
-    message = "warning: the result is slower than float."
+    message = "warning: the result is slower than float in ONNX Runtime."
     message += f" Most values are converted between int8 and float for {listed}." if listed else ""
-    hint = " --optimize latency measures which ops are faster in float; see docs/howto/slower.md."
-    return [plain_line(message + hint, style="yellow")]
+    # Rules without a backend may be for other hardware, which needs the sites that ONNX Runtime computes slowly.
+    message += " --optimize latency measures which ops are faster in float." if result.plan.targets else ""
+    return [plain_line(f"{message} See docs/howto/slower.md.", style="yellow")]
 
 
 def _tensorflow_time_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:

@@ -374,7 +374,7 @@ function drawChips(app, op, y) {
   if (!chips.length) return;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
-  const from = inputState(app, op) >= 2 ? 7 : 4, room = (width - 4 - from - shapeRoom(app, op, chips)) / chips.length, single = chips.length === 1 && !chips[0].text;
+  const from = inputState(app, op) >= 2 ? 7 : 4, shape = shapeRoom(app, op, chips), room = (width - (shape ? 8 : 4) - from - shape) / chips.length, single = chips.length === 1 && !chips[0].text;
   setFont(app, "annotation");
   chips.forEach((chip, i) => {
     const annotation = m.annotations[chip.annotation], left = x + from + room * i;
