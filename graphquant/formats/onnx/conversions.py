@@ -31,6 +31,7 @@ from graphquant.formats.onnx.shape_inference import (
     NODE_MARK,
     infer_types,
     nested_graphs,
+    resolve_computed_shapes,
 )
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
 from graphquant.ir import TensorRef
@@ -373,8 +374,9 @@ def bind_input_shapes(model: Model, shapes: Mapping[str, Shape]) -> Model:
             del info.type.tensor_type.shape.dim[:]
             for size in shapes[info.name]:
                 info.type.tensor_type.shape.dim.add(dim_value=size)
-    bound = model.copy()
-    pending = [("", infer_types(message, model.source.folder).graph)]
+    bound, typed_message = model.copy(), infer_types(message, model.source.folder)
+    resolve_computed_shapes(typed_message)
+    pending = [("", typed_message.graph)]
     for name, proto in pending:  # grows while bodies are visited
         types = {info.name: type_and_shape(info.type)[1] for info in (*proto.value_info, *proto.output, *proto.input)}
         nodes = {value: node for node in proto.node for value in node.output if value}

@@ -14,16 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from onnx import (
     AttributeProto,
     GraphProto,
     ModelProto,
+    NodeProto,
     TensorProto,
     ValueInfoProto,
     checker,
+    defs,
     helper,
     inliner,
+    numpy_helper,
     shape_inference,
 )
 
@@ -37,7 +41,7 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
     type_and_shape,
 )
-from graphquant.ir import reachable
+from graphquant.ir import fully_known_shape, reachable
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -66,6 +70,12 @@ _VALUE_PROPAGATED_OPS = frozenset(
     {"Add", "Cast", "Concat", "Gather", "Mul", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze"}
 )
 """Ops for which onnx propagates the values of vectors, and so creates an object for each element they read."""
+
+_SHAPE_ARITHMETIC = _VALUE_PROPAGATED_OPS | {
+    *("Ceil", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor", "Max", "Min", "Mod", "Neg", "Pow"),
+    *("Range", "ReduceProd", "Reshape", "Shape", "Sqrt", "Tile", "Transpose", "Where"),
+}
+"""Ops that exporters compute shapes with. They are evaluated if all their inputs are known."""
 
 _GUARDED_INPUT_SLOTS = {"EyeLike": 0, "RegexFullMatch": 0, "GatherND": 1, "Expand": 1, "MeanVarianceNormalization": 0}
 """Ops that crash onnx, or make it run forever, if one of their inputs has no type or is a vector of any length, with
@@ -225,6 +235,73 @@ def infer_types(message: Any, folder: Path | None = None) -> Any:
             inlined_message, origins = _inline_marked_functions(weightless)
             _add_function_types(typed_message.functions, _infer_message_types(inlined_message), origins)
     return typed_message
+
+
+def resolve_computed_shapes(typed_message: Any) -> None:
+    """Add to the main graph of a ModelProto the shapes that depend on computed values, such as those of `x.view(...)`.
+
+    onnx propagates values through a few ops only. Nodes are visited once, in the order of the graph.
+    """
+    graph, types, values = typed_message.graph, dict(_declared_types(typed_message.graph)), dict[str, Any]()
+    for tensor in graph.initializer:
+        types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        if _has_data(tensor) and math.prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:
+            values[tensor.name] = tensor
+    infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+    part = ModelProto(ir_version=MIN_PART_IR_VERSION)
+    part.opset_import.extend(entry for entry in typed_message.opset_import if entry.domain in DEFAULT_DOMAINS)
+    for node in graph.node if part.opset_import else ():
+        names = [name for name in node.input if name]
+        if node.domain not in {*DEFAULT_DOMAINS, HIDDEN_DOMAIN} or not all(name in types for name in names):
+            continue
+        for name, type_ in _infer_with_values(node, {name: types[name] for name in names}, values, part).items():
+            types[name] = type_
+            if type_.tensor_type.HasField("shape"):
+                (infos[name] if name in infos else graph.value_info.add(name=name)).type.CopyFrom(type_)
+        sizes = _known_sizes(types.get(node.output[0]))
+        if node.op_type in _SHAPE_ARITHMETIC and sizes is not None and math.prod(sizes) <= MAX_SHAPE_ELEMENTS:
+            values |= _evaluate(node, types, values, part)
+
+
+def _infer_with_values(node: Any, types: dict[str, Any], values: dict[str, Any], part: Any) -> dict[str, Any]:
+    """Return the types of the outputs of a node, as far as they follow from the types and values of its inputs."""
+    visible = NodeProto()
+    visible.CopyFrom(node)
+    if node.domain == HIDDEN_DOMAIN and not _may_crash_inference(node):
+        # Nodes that create long vectors do no harm here, because only short values are kept.
+        is_guarded = node.op_type in _GUARDED_INPUT_SLOTS
+        if _is_safe_to_reveal(node, types) if is_guarded else node.op_type in _GROWING_OPS:
+            visible.domain = ""
+    if visible.domain in DEFAULT_DOMAINS and not any(attr.HasField("g") for attr in node.attribute):
+        with suppress(*INFERENCE_ERRORS, defs.SchemaError):
+            schema = defs.get_schema(node.op_type, part.opset_import[0].version)
+            imports = part.opset_import
+            return dict(shape_inference.infer_node_outputs(schema, visible, types, values, opset_imports=imports))
+    return {}
+
+
+def _known_sizes(type_: Any) -> tuple[int, ...] | None:
+    return None if type_ is None else fully_known_shape(type_and_shape(type_)[1])
+
+
+def _evaluate(node: Any, types: Mapping[str, Any], values: Mapping[str, Any], part: Any) -> dict[str, Any]:
+    """Return the output of a node by its name, or nothing if its inputs are unknown or onnx cannot compute it."""
+    names = list(dict.fromkeys(name for name in node.input if name))
+    sizes = _known_sizes(types[names[0]]) if node.op_type == "Shape" else None
+    arrays = {name: numpy_helper.to_array(values[name]) for name in names if name in values}
+    if sizes is not None:
+        arrays = {names[0]: np.broadcast_to(np.int64(0), sizes)}  # only its shape is read
+    if len(arrays) < len(names):
+        return {}
+    from onnx.reference import ReferenceEvaluator  # imported when needed, because that takes a quarter of a second
+
+    model, inputs = ModelProto(), [ValueInfoProto(name=name) for name in names]
+    model.CopyFrom(part)
+    model.graph.MergeFrom(GraphProto(node=[node], input=inputs, output=[ValueInfoProto(name=node.output[0])]))
+    model.graph.node[0].domain = ""
+    with suppress(*INFERENCE_ERRORS, TypeError, ArithmeticError, NotImplementedError):
+        return {node.output[0]: numpy_helper.from_array(np.asarray(ReferenceEvaluator(model).run(None, arrays)[0]))}
+    return {}
 
 
 def _infer_message_types(weightless: Any) -> Any:

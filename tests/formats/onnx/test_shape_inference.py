@@ -10,6 +10,7 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
+from graphquant.formats import format_module
 
 CRASHING_MODELS = [
     "(double[6, 2] x) => (y, float z, w) { y, z, w = Split<num_outputs = 2>(x) }",
@@ -115,6 +116,28 @@ def test_many_long_vectors(tmp_path: Path) -> None:
       b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() y = Add(r, b)
     }"""
     assert gq.load(write_untyped_model(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
+
+
+COMPUTED_SHAPES = """(float[N, 6, L] x) => (y, f, p, e) {
+  s = Shape(x) one = Constant<value_ints = [1]>() two = Constant<value_ints = [2]>() n = Gather(s, two)
+  half = Div(n, two) first = Shape<start = 0, end = 1>(x) all = Concat<axis = 0>(first, two, half, one, one)
+  r = Reshape(x, all) y = Relu(r)
+  end = Mod(one, two) zero = Constant<value_ints = [0]>() part = Slice(s, zero, end)
+  rest = Constant<value_ints = [-1]>()
+  flat = Concat<axis = 0>(part, rest) f = Reshape(x, flat)
+  length = Shape(s) zeros = ConstantOfShape<value = int64[1] {0}>(length)
+  pads = Concat<axis = 0>(zeros, zeros) p = Pad(x, pads)
+  shape = Constant<value_ints = [1, -1, 6]>() rank = Shape(shape) ones = ConstantOfShape<value = int64[1] {1}>(rank)
+  minus = Neg(ones) is_any = Equal(shape, minus) target = Where(is_any, ones, shape) e = Expand(one, target)
+}"""
+
+
+def test_shapes_that_exporters_compute(tmp_path: Path) -> None:
+    """Sizes follow from the arithmetic on shapes if those of the inputs are known."""
+    model = gq.load(write_untyped_model(COMPUTED_SHAPES, tmp_path / "m.onnx"))
+    bound = format_module("onnx").bind_input_shapes(model, {"x": (3, 6, 8)})
+    shapes = [bound.main.op(name).outputs[0].shape for name in "yfpe"]
+    assert shapes == [(3, 2, 4, 1, 1), (3, 48), (3, 6, 8), (1, 1, 6)]
 
 
 RUNTIME_TYPED_MODELS = [
