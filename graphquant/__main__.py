@@ -12,6 +12,7 @@ GC_THRESHOLDS = 1_000_000, 20, 20  # with Python's own ones, a tenth of the time
 def run() -> None:
     """Run the command line. Ctrl-C also ends it with one line while modules are imported."""
     gc.set_threshold(*GC_THRESHOLDS)
+    _open_closed_streams()
     # pydantic would read the metadata of all installed packages in search of plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
@@ -23,6 +24,14 @@ def run() -> None:
         sys.exit(130)
     finally:
         gc.freeze()  # else Python searches all objects for garbage as the process ends, which takes 0.2 s
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for closed standard streams, because a file of the command would get their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it is the lowest free number
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def _has_expert_blocks(weight: PackedWeight) -> bool:
 def is_dynamic_lstm(consumer: Op, slot: int, weight: PackedWeight) -> bool:
     """Return True if DynamicQuantizeLSTM computes an LSTM with a weight (directions, gates, columns) of 8 bits."""
     shape = weight.shape or ()
-    has_scales = weight.axis in {None, 1} if weight.block is None else (weight.axis, weight.block) == (2, shape[-1])
+    has_scales = weight.axis in {None, 1} if weight.block is None else (weight.axis, (weight.block,)) == (2, shape[2:])
     return (
         (consumer.domain, consumer.type) == ("", "LSTM")
         and slot in LAYER_WEIGHT_SLOTS["LSTM"]

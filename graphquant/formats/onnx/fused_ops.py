@@ -9,7 +9,7 @@ standard ops. An op that was lifted and not changed is written exactly as it was
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
 BITS_PER_BYTE = 8
 
-FOLDED_TYPES = frozenset({"Cast", "Sub", "Mul", "Reshape", "Slice"})  # the ops of a folded weight
+FOLDED_TYPES = ("Cast", "Sub", "Mul", "Reshape", "Slice")  # the ops of a folded weight, in their order
 INTEGER_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
+SLICE_OPERANDS = 3  # start, end and axis
+SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
@@ -83,11 +85,20 @@ class _Lift:
     slots: tuple[TensorRef | None, ...]
     shared: dict[tuple[Any, ...], TensorRef]  # dequantized weights by the inputs and attributes that define them
 
-    def constant(self, slot: int) -> Op | None:
-        """Return the constant that the op reads at `slot`."""
+    def constant(self, slot: int, dtypes: Collection[str]) -> Op | None:
+        """Return the constant that the op reads at `slot`, if it has one of these types."""
         tensor = self.slots[slot] if slot < len(self.slots) else None
         op = None if tensor is None else self.model.op(tensor)
-        return op if op is not None and op.kind == "constant" and op.read_value is not None else None
+        if op is None or op.kind != "constant" or op.read_value is None:
+            return None
+        return op if op.outputs[0].dtype in dtypes else None
+
+    def weight_constants(self, *slots: int, dtypes: Collection[str]) -> tuple[Op | None, ...]:
+        """Return a constant of `dtypes`, its scale and its zero point, which the op reads at `slots`."""
+        weight, scale, zero_point = slots
+        constant = self.constant(weight, dtypes)
+        zero_point_dtypes = () if constant is None else (constant.outputs[0].dtype or "",)
+        return constant, self.constant(scale, SCALE_DTYPES), self.constant(zero_point, zero_point_dtypes)
 
 
 # Packed elements
@@ -132,6 +143,11 @@ class _MatrixLayout:
     def blocks(self) -> int:
         """Number of blocks of a row."""
         return -(-self.columns // self.block)
+
+    @property
+    def zero_point_bytes(self) -> int:
+        """Bytes of all packed zero points."""
+        return self.rows * -(-self.blocks * self.bits // BITS_PER_BYTE)
 
     def pack(self, read_value: Callable[[], Array], offset: int) -> Array:
         """Return the packed weight, uint8 (rows, blocks, block * bits / 8). Elements past the last column are 0."""
@@ -215,7 +231,7 @@ def _constant_sources(
 def _lift_matmul(lift: _Lift) -> list[str]:
     """Replace a MatMulNBits by DequantizeLinear, MatMul and, with a bias, Add; return their names if possible."""
     op = lift.op
-    weight, scale, zero_point = (lift.constant(slot) for slot in (WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT))
+    weight, scale, zero_point = lift.weight_constants(WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"uint8"})
     is_optional = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
     layout = _MatrixLayout(
@@ -234,7 +250,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
         or min(layout.rows, layout.columns, block) < 1
         or _size(weight) != layout.rows * layout.blocks * -(-block * bits // BITS_PER_BYTE)
         or _size(scale) != layout.rows * layout.blocks
-        or (zero_point is not None and zero_point.outputs[0].dtype != "uint8")
+        or (zero_point is not None and _size(zero_point) != layout.zero_point_bytes)
     ):
         return []
     return _lift_product(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point), BIAS_SLOT)
@@ -243,13 +259,16 @@ def _lift_matmul(lift: _Lift) -> list[str]:
 def _lift_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
     graph, is_given = lift.graph, [slot is not None for slot in (*lift.slots, *[None] * BIAS_SLOT)]
-    weight, scale, zero_point = (lift.constant(slot) for slot in (WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT))
+    weight, scale, zero_point = lift.weight_constants(
+        WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
+    )
     shape, sizes = (None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale))
     if (
         scale is None
         or shape is None
-        or sizes not in {(), shape[1:]}
+        or sizes not in {(), shape[1:2]}
         or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
+        or (zero_point is not None and zero_point.outputs[0].shape != sizes)
     ):
         return []
     inputs = tuple(slot for slot in lift.slots[WEIGHT_SLOT:DYNAMIC_BIAS_SLOT] if slot is not None)
@@ -275,12 +294,10 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
 def _lift_lstm(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeLSTM by two DequantizeLinear and an LSTM; return their names."""
     op, slots = lift.op, [*lift.slots, *[None] * (LSTM_SLOTS + 4)]
-    inputs, names = slots[:LSTM_SLOTS], list[str]()
-    constants = [lift.constant(slot) for slot in (*LAYER_WEIGHT_SLOTS["LSTM"], *range(LSTM_SLOTS, LSTM_SLOTS + 4))]
-    if None in constants:
-        return []
+    inputs, weights = slots[:LSTM_SLOTS], dict[int, _LayerWeight]()
     for position, slot in enumerate(LAYER_WEIGHT_SLOTS["LSTM"]):
-        data, scale, zero_point = constants[position], constants[2 + 2 * position], constants[3 + 2 * position]
+        first = LSTM_SLOTS + 2 * position
+        data, scale, zero_point = lift.weight_constants(slot, first, first + 1, dtypes={"int8", "uint8"})
         shape = None if data is None else fully_known_shape(data.outputs[0].shape)
         if data is None or scale is None or zero_point is None or shape is None or len(shape) != 3:  # noqa: PLR2004  # directions, rows and columns
             return []
@@ -298,20 +315,13 @@ def _lift_lstm(lift: _Lift) -> list[str]:
         scales, zero_points = (
             np.broadcast_to(each, (directions, gates)).reshape(-1)[:count].reshape(sizes) for each in (steps, zeros)
         )
-        weight = _add_lifted_layer_weight(
-            lift,
-            len(names),
-            [
-                (data, dtype.name, (directions, gates, columns), values),
-                (scale, scale.outputs[0].dtype or "float32", sizes, scales.copy),
-                (zero_point, dtype.name, sizes, zero_points.astype(dtype).copy),
-            ],
-            attrs,
-            {"form": DYNAMIC_FORM},
-        )
-        inputs[slot] = weight
-        names.append(weight.op)
-    return _replace_layer(lift, DEFAULT_DOMAIN_OPS["LSTM"], "LSTM", "", inputs, op.attrs, names)
+        constants: list[_LayerConstant] = [
+            (data, dtype.name, (directions, gates, columns), values),
+            (scale, scale.outputs[0].dtype or "float32", sizes, scales.copy),
+            (zero_point, dtype.name, sizes, zero_points.astype(dtype).copy),
+        ]
+        weights[slot] = constants, attrs, {"form": DYNAMIC_FORM}
+    return _replace_layer(lift, DEFAULT_DOMAIN_OPS["LSTM"], "LSTM", "", inputs, op.attrs, weights)
 
 
 def _lift_moe(lift: _Lift) -> list[str]:
@@ -320,17 +330,20 @@ def _lift_moe(lift: _Lift) -> list[str]:
     bits, block = int(op.numeric_attr("expert_weight_bits", 4)), int(op.numeric_attr("block_size", 0))
     first_zero_point = MOE_FIRST_WEIGHT + 3 * MOE_WEIGHTS
     slots = [*lift.slots, *[None] * (first_zero_point + MOE_WEIGHTS)]
-    own = {name: attrs.pop(name, None) for name in QMOE_ATTRS}
+    for name in QMOE_ATTRS:
+        attrs.pop(name, None)
     is_plain = op.text_attr("quant_type", "int") == "int" and bits in {2, 4, 8} and block > 0
     has_others = any(slots[first_zero_point + MOE_WEIGHTS :]) or any(
         "weight" in name and name != "normalize_routing_weights" for name in attrs
     )
     if not is_plain or has_others or not op.numeric_attr("normalize_routing_weights", 0):
         return []
-    inputs, names = slots[:MOE_FIRST_WEIGHT], list[str]()
+    inputs, weights = slots[:MOE_FIRST_WEIGHT], dict[int, _LayerWeight]()
     for index in range(MOE_WEIGHTS):
         position = MOE_FIRST_WEIGHT + 3 * index
-        data, scale, zero_point = (lift.constant(slot) for slot in (position, position + 1, first_zero_point + index))
+        data, scale, zero_point = lift.weight_constants(
+            position, position + 1, first_zero_point + index, dtypes={"uint8"}
+        )
         shape = None if data is None else fully_known_shape(data.outputs[0].shape)
         if slots[position] is None:
             inputs += [None, None]
@@ -345,27 +358,25 @@ def _lift_moe(lift: _Lift) -> list[str]:
             return []
         experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
         layout = _MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
-        zero_point_bytes = layout.rows * -(-layout.blocks * bits // BITS_PER_BYTE)
-        is_misfit = zero_point is not None and _size(zero_point) != zero_point_bytes
+        is_misfit = zero_point is not None and _size(zero_point) != layout.zero_point_bytes
         if is_misfit or columns % block or not columns or _size(scale) != layout.rows * layout.blocks:
             return []
         offset = 0 if zero_point is not None else 1 << (bits - 1)
         type_name = f"{'u' if zero_point is not None else ''}int{max(bits, 4)}"
         dtype, sizes, full = _numpy_dtype(type_name), (experts, rows, columns // block), (experts, rows, columns)
-        constants = [
+        constants: list[_LayerConstant] = [
             (data, type_name, full, partial(_unpack_experts, layout, data, dtype, offset, full)),
-            (scale, scale.outputs[0].dtype or "float32", sizes, partial(_value, scale)),
+            (scale, scale.outputs[0].dtype or "float32", sizes, partial(_reshaped_value, scale, sizes)),
         ]
         if zero_point is not None:
             read_zero_points = partial(_unpack_expert_zero_points, layout, zero_point, dtype, sizes)
             constants.append((zero_point, type_name, sizes, read_zero_points))
-        fields = {"form": "packed", "bits": bits, "accuracy_level": int(own["accuracy_level"] or 0)}
-        weight = _add_lifted_layer_weight(lift, len(names), constants, {"axis": 2, "block_size": block}, fields)
-        inputs += [weight, slots[position + 2]]
-        names.append(weight.op)
+        fields = {"form": "packed", "bits": bits, "accuracy_level": int(op.numeric_attr("accuracy_level", 0))}
+        weights[len(inputs)] = constants, {"axis": 2, "block_size": block}, fields
+        inputs += [slots[position], slots[position + 2]]
     while inputs[-1] is None:
         inputs.pop()
-    return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, names)
+    return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, weights)
 
 
 def _unpack_experts(
@@ -380,18 +391,18 @@ def _unpack_expert_zero_points(
     return layout.unpack_zero_points(_value(zero_point)).astype(dtype).reshape(shape)
 
 
-def _add_lifted_layer_weight(
-    lift: _Lift,
-    number: int,
-    constants: Sequence[tuple[Op, str, tuple[int, ...], Callable[[], Array]]],
-    attrs: Mapping[str, Any],
-    fused_attrs: Mapping[str, Any],
-) -> TensorRef:
+_LayerConstant = tuple[Op, str, tuple[int, ...], Callable[[], "Array"]]
+_LayerWeight = tuple[list[_LayerConstant], dict[str, Any], dict[str, Any]]
+"""Constants of a file, each with the type, shape and value of the one in its place, and a DequantizeLinear's attributes
+and `Op.fused_attrs`."""
+
+
+def _add_lifted_layer_weight(lift: _Lift, number: int, weight: _LayerWeight) -> TensorRef:
     """Add the DequantizeLinear of weight `number` of an LSTM or MoE, once for equal constants.
 
-    `constants` has the constants of the file, with the type, shape and value of those in their place. The rule and
-    anchor of the fused op have one line for each weight.
+    The rule and anchor of the fused op have one line for each weight.
     """
+    constants, attrs, fused_attrs = weight
     key = tuple(constant.name for constant, *_ in constants)
     if key in lift.shared:
         return lift.shared[key]
@@ -421,11 +432,16 @@ def _replace_layer(
     info: OpInfo,
     op_type: str,
     domain: str,
-    inputs: Sequence[TensorRef | None],
+    inputs: list[TensorRef | None],
     attrs: Mapping[str, Any],
-    names: list[str],
+    weights: Mapping[int, _LayerWeight],
 ) -> list[str]:
-    """Replace a fused LSTM or MoE by the op that reads dequantized weights; return their names and its own."""
+    """Replace a fused LSTM or MoE by the op that reads dequantized `weights` in their slots; return all names."""
+    names = list[str]()
+    for number, (slot, weight) in enumerate(weights.items()):
+        dequantized = _add_lifted_layer_weight(lift, number, weight)
+        inputs[slot] = dequantized
+        names.append(dequantized.op)
     fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
     plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
     _replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
@@ -452,15 +468,19 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
 def _lift_gather(lift: _Lift) -> list[str]:
     """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
     op, graph = lift.op, lift.graph
-    weight, scale = lift.constant(0), lift.constant(SCALE_SLOT)
-    zero_point = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
+    weight, scale, zero_point = lift.weight_constants(0, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int4", "uint4", "uint8"})
+    given = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
-    if weight is not None and scale is not None and weight.outputs[0].dtype == "uint8":
-        return _lift_packed_gather(lift, weight, scale)
-    if weight is None or scale is None or not shape or weight.outputs[0].dtype not in {"int4", "uint4"}:
+    block = int(op.numeric_attr("block_size", 128))
+    if weight is None or scale is None or not shape or block < 1 or (given is None) != (zero_point is None):
         return []
+    if weight.outputs[0].dtype == "uint8":
+        return _lift_packed_gather(lift, weight, scale, zero_point)
     axis = int(op.numeric_attr("quantize_axis", 1)) % len(shape)
-    key = (*lift.slots[:1], *lift.slots[2:], axis, op.numeric_attr("block_size", 128))
+    blocks = (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
+    if any(fully_known_shape(each.outputs[0].shape) != blocks for each in (scale, zero_point) if each is not None):
+        return []
+    key = (*lift.slots[:1], *lift.slots[2:], axis, block)
     if key not in lift.shared:
         scale_output = scale.outputs[0]
         dequantize = new_op(
@@ -471,32 +491,27 @@ def _lift_gather(lift: _Lift) -> list[str]:
             kind="dequantize",
             type="DequantizeLinear",
             roles=("input", "scale", "zero_point"),
-            attrs={"axis": axis, "block_size": int(op.numeric_attr("block_size", 128))},
+            attrs={"axis": axis, "block_size": block},
             rule=op.rule,
             anchor=op.anchor,
             fused_attrs={"form": "packed"},
         )
-        lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [zero_point])])
+        lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [given])])
     return _replace_gather(lift, lift.shared[key])
 
 
-def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op) -> list[str]:
+def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | None) -> list[str]:
     """Replace a GatherBlockQuantized of the rows of a matrix in bytes; return the names of the ops in its place."""
-    op, zero_point = lift.op, lift.constant(ZERO_POINT_SLOT)
+    op = lift.op
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 128))
     shape, blocks = (fully_known_shape(constant.outputs[0].shape) for constant in (weight, scale))
     is_row = op.numeric_attr("gather_axis", 0) == 0 and op.numeric_attr("quantize_axis", 1) in {1, -1}
-    if not is_row or bits not in {2, 4, 8} or shape is None or len(shape) != 2 or block < 1:  # noqa: PLR2004  # rows and bytes
+    if not is_row or bits not in {2, 4, 8} or shape is None or len(shape) != 2:  # noqa: PLR2004  # rows and bytes
         return []
     rows, columns = shape[0], shape[1] * BITS_PER_BYTE // bits
     layout = _MatrixLayout(rows=rows, columns=columns, bits=bits, block=block, transposed=False)
-    has_zero_points = any(lift.slots[ZERO_POINT_SLOT:])
-    zero_point_bytes = rows * -(-layout.blocks * bits // BITS_PER_BYTE)
-    if (
-        blocks != (rows, layout.blocks)
-        or has_zero_points != (zero_point is not None)
-        or (zero_point is not None and (zero_point.outputs[0].dtype, _size(zero_point)) != ("uint8", zero_point_bytes))
-    ):
+    is_misfit = zero_point is not None and _size(zero_point) != layout.zero_point_bytes
+    if is_misfit or blocks != (rows, layout.blocks):
         return []
     return _replace_gather(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point))
 
@@ -575,46 +590,41 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
 
 def _lift_folded(lift: _Lift) -> list[str]:
     """Replace the last op of a folded weight by DequantizeLinear, and return its name."""
-    op, graph, model = lift.op, lift.graph, lift.model
+    op, graph = lift.op, lift.graph
     readers = [graph.op(use.op) for use in graph.consumers(TensorRef(graph.name, op.name)) if use.graph == graph.name]
     continues = any(r.type in FOLDED_TYPES and (r.rule, r.anchor) == (op.rule, op.anchor) for r in readers)
     if not op.rule or continues:
         return []
     chain, source = [op], next(iter(graph.slots(op.name)), None)
     while source is not None and source.graph == graph.name and graph.op(source.op).type in FOLDED_TYPES:
-        chain.append(graph.op(source.op))
+        chain.insert(0, graph.op(source.op))
         source = next(iter(graph.slots(source.op)), None)
-    data = None if source is None else model.op(source)
-    operands = {
-        link.type: model.op(operand)
-        for link in chain
-        for operand in graph.slots(link.name)[2 if link.type == "Slice" else 1 :][:1]
-        if operand is not None
-    }
-    if data is None or data.kind != "constant" or data.outputs[0].dtype not in INTEGER_DTYPES or "Mul" not in operands:
+    links = {link.type: [_link_operand(lift.model, slot) for slot in graph.slots(link.name)[1:]] for link in chain}
+    data, (scale, *_), (zero_point, *_) = (
+        _link_operand(lift.model, source),
+        links.get("Mul") or [None],
+        links.get("Sub") or [None],
+    )
+    is_chain = [link.type for link in chain] == [name for name in FOLDED_TYPES if name in links]
+    if source is None or data is None or scale is None or not is_chain or (zero_point is None) != ("Sub" not in links):
         return []
-    scale, zero_point = operands["Mul"], operands.get("Sub")
-    shape, scale_shape = (fully_known_shape(constant.outputs[0].shape) for constant in (data, scale))
-    constants = [data, *operands.values()]
-    if shape is None or scale_shape is None or any(constant.read_value is None for constant in constants):
+    scale_output = scale.outputs[0]
+    if (
+        data.outputs[0].dtype not in INTEGER_DTYPES
+        or scale_output.dtype not in SCALE_DTYPES
+        or chain[0].attrs.get("to") != DTYPE_CODES[scale_output.dtype]
+        or any(
+            (each.outputs[0].dtype, each.outputs[0].shape) != (scale_output.dtype, scale_output.shape)
+            for each in (zero_point,)
+            if each
+        )
+    ):
         return []
-    attrs: dict[str, Any] = {}
-    sizes: tuple[int, ...] = ()
-    stored_shape = shape
-    long_axes = [axis for axis, size in enumerate(scale_shape) if size > 1]
-    if "Reshape" in operands:
-        block_axis = next(axis for axis, size in enumerate(shape) if scale_shape[axis] != size)
-        axis = block_axis - 1
-        attrs = {"axis": axis, "block_size": shape[block_axis]}
-        sizes = (*scale_shape[:block_axis], *scale_shape[block_axis + 1 :])
-        stored_shape = (*shape[:axis], shape[axis] * shape[block_axis], *shape[block_axis + 1 :])
-        count = int(_value(operands["Slice"])[0]) if "Slice" in operands else stored_shape[axis]
-        shape = (*stored_shape[:axis], count, *stored_shape[axis + 1 :])
-    elif len(long_axes) == 1:
-        attrs, sizes = {"axis": long_axes[0]}, (scale_shape[long_axes[0]],)
-    elif long_axes:
+    layout = _folded_layout(data, scale, links)
+    if layout is None:
         return []
-    dtype = _numpy_dtype(data.outputs[0].dtype or "")
+    attrs, sizes, stored_shape, shape = layout
+    dtype, scale_dtype = _numpy_dtype(data.outputs[0].dtype), _numpy_dtype(scale_output.dtype)
 
     def add(constant: Op, dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorRef:
         def read_value() -> Array:
@@ -624,8 +634,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
         fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
         return graph.add_op(new_op(graph, _unpacked_name(constant), dtype.name, shape, **fields))
 
-    scale_dtype = np.dtype(scale.outputs[0].dtype)
-    inputs = [add(data, dtype, shape) if "Reshape" in operands else source, add(scale, scale_dtype, sizes)]
+    inputs = [add(data, dtype, shape) if "Reshape" in links else source, add(scale, scale_dtype, sizes)]
     inputs += [add(zero_point, dtype, sizes)] if zero_point is not None else []
     dequantize = {"kind": "dequantize", "type": "DequantizeLinear", "roles": ("input", "scale", "zero_point")}
     fused_attrs = {"form": FOLDED_FORM}
@@ -633,6 +642,48 @@ def _lift_folded(lift: _Lift) -> list[str]:
     changes: dict[str, Any] = {**dequantize, "attrs": attrs, "outputs": (output,), "fused_attrs": fused_attrs}
     _replace_op(graph, replace(op, source=None, **changes), inputs)
     return [op.name]
+
+
+def _link_operand(model: Model, tensor: TensorRef | None) -> Op | None:
+    """Return the constant that an op of a folded weight reads, None if it is none."""
+    op = None if tensor is None else model.op(tensor)
+    return op if op is not None and op.kind == "constant" and op.read_value is not None else None
+
+
+def _folded_layout(
+    data: Op, scale: Op, links: Mapping[str, Sequence[Op | None]]
+) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Return the attributes of the DequantizeLinear, and the shapes of scale, padded weight and weight.
+
+    `links` has the operands of each op of the folded weight. None means that they belong to no such weight.
+    """
+    shape, scales = (fully_known_shape(constant.outputs[0].shape) for constant in (data, scale))
+    if shape is None or scales is None or len(shape) != len(scales):
+        return None
+    axes = [axis for axis, size in enumerate(scales) if size != 1]
+    if not {"Reshape", "Slice"} & links.keys():
+        if any(shape[axis] != scales[axis] for axis in axes) or len(axes) > 1:
+            return None
+        return {"axis": axes[0]} if axes else {}, tuple(scales[axis] for axis in axes), shape, shape
+    axes = [axis for axis, size in enumerate(scales) if size != shape[axis]]
+    if len(axes) != 1 or not axes[0] or scales[axes[0]] != 1:
+        return None
+    axis, block = axes[0] - 1, shape[axes[0]]
+    stored = (*shape[:axis], shape[axis] * block, *shape[axis + 2 :])
+    reshape, slices = ([_integers(operand) for operand in links.get(name, ())] for name in ("Reshape", "Slice"))
+    count = stored[axis]
+    if "Slice" in links:
+        end = slices[1] if len(slices) == SLICE_OPERANDS else None
+        count = end[0] if end and len(end) == 1 and 0 < end[0] < count else 0
+    is_sliced = "Slice" not in links or slices == [[0], [count], [axis]]
+    if not count or not is_sliced or reshape != [list(stored)]:
+        return None
+    return (
+        {"axis": axis, "block_size": block},
+        (*scales[: axis + 1], *scales[axis + 2 :]),
+        stored,
+        (*stored[:axis], count, *stored[axis + 1 :]),
+    )
 
 
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
@@ -652,6 +703,16 @@ def _value(constant: Op) -> Array:
     if constant.read_value is None:
         raise InternalError(f"{constant.name!r} has no value.")
     return constant.read_value()
+
+
+def _reshaped_value(constant: Op, shape: tuple[int, ...]) -> Array:
+    return _value(constant).reshape(shape)
+
+
+def _integers(constant: Op | None) -> list[int] | None:
+    """Return the values of a constant list of integers; None for anything else."""
+    value = None if constant is None else _value(constant)
+    return value.tolist() if value is not None and value.ndim == 1 and value.dtype.kind == "i" else None
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

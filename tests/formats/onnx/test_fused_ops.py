@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -561,4 +562,58 @@ def test_lstm_with_scales_of_another_shape(tmp_path: Path, scale: tuple[int, ...
     model = gq.load(tmp_path / "other.onnx")
     expected = "lstm" if scale == () else "integer"
     assert expected in {op.kind for _, op in model.reachable_ops()}
+    assert op_counts(onnx_format.emit(model)) == {"DynamicQuantizeLSTM": 1}
+
+
+HOSTILE = {
+    "bytes of packed weights": ("MatMulNBits", 1, lambda value: value[:, :1]),
+    "type of packed weights": ("MatMulNBits", 1, lambda value: value.view(np.int8)),
+    "number of packed zero points": ("MatMulNBits", 3, lambda value: value[1:]),
+    "type of scales": ("MatMulNBits", 2, lambda value: value.astype(np.int64)),
+    "number of scales of a table": ("GatherBlockQuantized", 2, lambda value: value[:, 1:]),
+    "number of zero points of a table": ("GatherBlockQuantized", 3, lambda value: value[1:]),
+    "axes of a folded scale": ("Mul", 1, lambda value: value[..., None]),
+    "number of folded scales": ("Mul", 1, lambda value: value[:1]),
+    "type of a folded scale": ("Mul", 1, lambda value: value.astype(np.float64)),
+    "empty end of a slice": ("Slice", 2, lambda value: value[:0]),
+    "end of a slice with two axes": ("Slice", 2, lambda value: value[None]),
+    "other axis of a slice": ("Slice", 3, lambda value: value + 1),
+    "other start of a slice": ("Slice", 1, lambda value: value + 1),
+    "other shape of folded weights": ("Reshape", 1, lambda value: value + 1),
+}
+"""Changes of a constant that an op of a fused weight reads, which make it a different weight or none."""
+
+
+@pytest.mark.parametrize(("op_type", "slot", "change"), HOSTILE.values(), ids=HOSTILE)
+def test_misfit_constants(tmp_path: Path, op_type: str, slot: int, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """An op whose constants fit no weight is read as it is in the file, and written without a change."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((50, 64)).astype(np.float32)}
+    if op_type == "GatherBlockQuantized":
+        message = parse("y = Gather(w, i)", "int64[n] i", "float[n, 64] y", weights)
+    else:
+        message = parse("y = MatMul(x, w)", "float[n, 50] x", "float[n, 64] y", weights)
+    onnx.save(message, tmp_path / "float.onnx")
+    packs = op_type in {"MatMulNBits", "GatherBlockQuantized"}
+    dtype, zero, form = ("uint4", "asymmetric", "packed") if packs else ("int4", "symmetric", "folded")
+    rules = write_rules(tmp_path / "r.toml", dtype, f'form = "{form}"', zero=zero)
+    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules).model)
+    (node,) = (node for node in message.graph.node if node.op_type == op_type)
+    (constant,) = (tensor for tensor in message.graph.initializer if tensor.name == node.input[slot])
+    constant.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(constant)), constant.name))
+    onnx.save(message, tmp_path / "hostile.onnx")
+    model = gq.load(tmp_path / "hostile.onnx")
+    assert "dequantize" not in {op.kind for op in model.main.ops()}
+    assert onnx_format.emit(model).graph.node == message.graph.node
+
+
+def test_half_misfit_experts_and_gates(tmp_path: Path) -> None:
+    """A fused layer with a misfit second weight leaves no op of its first one behind."""
+    weights = {"w": np.ones((1, 30, 80), np.int8), "r": np.ones((1, 20, 80), np.int8)}
+    weights |= {"t": np.ones(1, np.float32), "s": np.ones(3, np.float32), "z": np.zeros(1, np.int8)}
+    body = f"y = com.microsoft.DynamicQuantizeLSTM<{LSTM_SIZES}>(x, w, r, , , , , , t, z, s, z)"
+    message = parse(body, "float[t, 3, 30] x", "float[t, 1, 3, 20] y", weights)
+    onnx.save(message, tmp_path / "other.onnx")
+    model = gq.load(tmp_path / "other.onnx")
+    assert {op.kind for op in model.main.ops()} == {"input", "output", "constant", "integer"}
     assert op_counts(onnx_format.emit(model)) == {"DynamicQuantizeLSTM": 1}
