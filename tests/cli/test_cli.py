@@ -635,3 +635,11 @@ def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert process.returncode == 0, process.stderr
     assert r"\u65e5\u672c" in process.stdout
+
+
+def test_closed_standard_streams(cnn_folder: Path) -> None:
+    """A command whose standard streams are closed writes its file, and no other stream gets their numbers."""
+    script = 'exec "$0" -m graphquant insert digits_cnn.onnx --rules weight_only -o quantized.onnx -v <&- >&- 2>&-'
+    command = ["sh", "-c", script, sys.executable]
+    assert subprocess.run(command, check=False, cwd=cnn_folder, env=ENVIRONMENT).returncode == 0
+    assert "dequantize" in {op.kind for op in gq.load(cnn_folder / "quantized.onnx").main.ops()}

@@ -617,3 +617,12 @@ def test_half_misfit_experts_and_gates(tmp_path: Path) -> None:
     model = gq.load(tmp_path / "other.onnx")
     assert {op.kind for op in model.main.ops()} == {"input", "output", "constant", "integer"}
     assert op_counts(onnx_format.emit(model)) == {"DynamicQuantizeLSTM": 1}
+
+
+def test_lstm_weight_without_axes(tmp_path: Path) -> None:
+    """An LSTM whose declared weight is a scalar is no candidate for a fused op, and the plan skips it."""
+    weights = lstm_weights(1, 30) | {"w": np.float32(1).reshape(())}
+    body = f"y = LSTM<{LSTM_SIZES}>(x, w, r, b)"
+    onnx.save(parse(body, "float[t, 3, 30] x", "float[t, 1, 3, 20] y", weights, opset=17), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(LSTM_RULES.format(per="block").replace("narrow", "block_size = 30\nnarrow"))
+    assert "w" not in {site.tensor.op for site in gq.plan(tmp_path / "float.onnx", rules=tmp_path / "r.toml").sites}
