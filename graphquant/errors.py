@@ -77,7 +77,7 @@ def escape_unprintable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def did_you_mean(word: str, candidates: Iterable[str], *, limit: int = 3) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return a sentence, with a leading space, that names the candidates closest to `word`; "" if none is close."""
-    close = get_close_matches(word, list(candidates), n=limit, cutoff=0.5)
+    close = get_close_matches(word, list(candidates), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphquant.backends.findings import Backend, BrokenRule, CheckReport, LintFinding, RejectedModelError, Verdict
+from graphquant.backends.findings import Backend, CheckReport, RejectedModelError, Verdict
 from graphquant.backends.lint import LINT_CODES, lint_model
 from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM, load_in_onnxruntime
 from graphquant.backends.tables import OPENVINO, QNN, TENSORRT, VITIS_AI

@@ -206,7 +206,9 @@ class Placement:
             Use(graph_name, member, slot)
             for _, member in group.members[: 2 if group.is_silu else 1]
             for slot, tensor in enumerate(graph.slots(member))
-            if tensor is not None and graph.op(member).role(slot) in {"input", "weight"} and _is_float(graph, tensor)
+            if tensor is not None
+            and graph.op(member).role(slot) in {"input", "weight"}
+            and graph.output(tensor).dtype in FLOAT_TYPES
         ]
         input_sites = [self.site_by_use.get(use) for use in data_uses]
         group.fixed = any(site is not None and not _is_plain_byte(site) for site in input_sites)
@@ -272,10 +274,6 @@ class Placement:
             return [tensor.conversion(DEQUANTIZE)] * count
         is_needed = any(reader in int8_groups for reader in tensor.readers)
         return [tensor.conversion(QUANTIZE)] if is_needed else []
-
-
-def _is_float(graph: Graph, tensor: TensorRef) -> bool:
-    return graph.output(tensor).dtype in FLOAT_TYPES
 
 
 def _is_plain_byte(site: Site) -> bool:

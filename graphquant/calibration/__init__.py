@@ -14,7 +14,6 @@ from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_sta
 from graphquant.calibration.targets import (
     CALIBRATION_METHODS,
     ObservationTarget,
-    ObservationTargets,
     all_float_targets,
     finest_histogram_bits,
     plan_targets,

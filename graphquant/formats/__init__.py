@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
@@ -182,7 +182,6 @@ def provenance_of(model: Model) -> Mapping[str, str]:
 
 
 RunnerRole = Literal["source", "prepared", "quantized"]
-RUNNER_ROLES: tuple[RunnerRole, ...] = get_args(RunnerRole)
 _SHARED_RUNNERS: ContextVar[dict[RunnerRole, Runner] | None] = ContextVar("shared_runners", default=None)
 
 

@@ -4,7 +4,6 @@ from graphquant.observers.block_search import search_block_params
 from graphquant.observers.distribution import Distribution, distribution_of
 from graphquant.observers.observers import (
     OBSERVERS,
-    ObserverArgument,
     QuantizationCost,
     estimate_cost,
     histogram_bits,

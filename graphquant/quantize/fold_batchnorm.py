@@ -32,7 +32,6 @@ class FoldCandidate:
     mul: Op | None  # the Mul before that Add
     values: tuple[Use, ...]  # the uses that read scale, offset, mean and variance, or the factor and the summand
     weighted: Op  # the preceding convolution or matrix product; for a Mul and an Add, perhaps a BatchNorm
-    adder: Op | None  # the op that adds a bias in between: TensorFlow's BiasAdd, or an Add after a matrix product
     weight: Use  # the use that reads the weight
     bias: Use | None  # the use that reads the bias, or could; None if the bias needs an op of its own
 
@@ -107,7 +106,7 @@ def _candidate_before(
     weight = Use(graph.name, source.name, source.roles.index(role_names[0]))
     if not all(_reads_parameter(graph, use, parameters) for use in (weight, *values)):
         return f"its values, or the weight of {source.name}, are only known at run time"
-    return FoldCandidate(norm, mul, values, source, adder, weight, bias)
+    return FoldCandidate(norm, mul, values, source, weight, bias)
 
 
 def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:

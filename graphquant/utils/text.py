@@ -12,10 +12,9 @@ from graphquant.errors import UsageError
 SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
-def join_limited(items: Collection[object], limit: int = 5, *, separator: str = ", ") -> str:
+def join_limited(items: Collection[object], limit: int = 5) -> str:
     """Join the first `limit` items, and count the rest: "a, b, c and 4 more"."""
-    text = separator.join(str(item) for item in islice(items, limit))
-    return text + more_text(len(items) - limit)
+    return ", ".join(str(item) for item in islice(items, limit)) + more_text(len(items) - limit)
 
 
 def more_text(count: int) -> str:

@@ -32,11 +32,6 @@ def test_join_limited(items, expected: str) -> None:
     assert join_limited(items, 2) == expected
 
 
-def test_join_limited_with_a_separator() -> None:
-    """The separator joins the items that are listed."""
-    assert join_limited({"a": 1, "b": 2}, separator="; ") == "a; b"
-
-
 def test_more_text_of_nothing_is_empty() -> None:
     """No remainder gives no text."""
     assert [more_text(count) for count in (-1, 0, 1)] == ["", "", " and 1 more"]

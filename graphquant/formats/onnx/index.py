@@ -49,8 +49,6 @@ class OnnxGraphSource:
     node_names: list[str]  # names of the ops in the order of `proto.node`
     loaded_ops: dict[str, Op]  # the ops as they were loaded, by name
     values: dict[str, TensorRef]  # tensor of each value name of this graph
-    # Symbolic dimension names by axis for values that have some, "" for an axis without.
-    dimension_names: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,14 +246,9 @@ class GraphIndexer:
         is_function = not hasattr(types, "initializer")
         infos = [*types.value_info] if is_function else [*types.value_info, *types.output, *types.input]
         known_types = {info.name: type_and_shape(info.type) for info in infos}
-        dimensions = {info.name: tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim) for info in infos}
         scope = _GraphScope(graph=graph, proto=proto, types=types, outer=outer, depth=depth, known_types=known_types)
         self._source.graphs[graph_name] = OnnxGraphSource(
-            proto=proto,
-            node_names=scope.nodes,
-            loaded_ops={},
-            values=scope.values,
-            dimension_names={name: symbols for name, symbols in dimensions.items() if any(symbols)},
+            proto=proto, node_names=scope.nodes, loaded_ops={}, values=scope.values
         )
         self._scopes.append(scope)
         return scope
