@@ -299,14 +299,7 @@ def compare_runners(
     site_runner = None if sites is None else _reference_runner(sites, float_runner)
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
-    batched = load.elements_per_sample is not None and load.join_samples
-    batched = batched and is_batch_independent(quantized_runner, batches, load.block_size, inputs=inputs)
-    if batched and sites is not None and site_runner is not None:
-        quantized_tensors, float_tensors = sites.tensors_to_observe(quantized_runner.output_tensors.values())
-        elements = 2 * (load.elements_per_sample or 0) * load.block_size
-        batched = is_batch_independent(
-            quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
-        ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
+    batched = _can_join_samples(quantized_runner, samples, inputs, sites, site_runner)
     vocabulary = vocabulary_size(float_runner)
     tallies = [
         OutputTally(name, quantized_name, batched=batched, vocabulary=vocabulary)
@@ -367,6 +360,28 @@ def compare_runners(
         labels=labels,
         metric=None if scores is None else scores.figures(),
     )
+
+
+def _can_join_samples(
+    quantized_runner: Runner,
+    samples: ComparisonSamples,
+    inputs: Mapping[str, str],
+    sites: ComparedSites | None,
+    site_runner: Runner | None,
+) -> bool:
+    """Return True if a run of several samples gives the values of one run for each, in all models that run."""
+    batches, load = samples.dataset, samples.footprint
+    if load.elements_per_sample is None or not load.join_samples:
+        return False
+    if not is_batch_independent(quantized_runner, batches, load.block_size, inputs=inputs):
+        return False
+    if sites is None or site_runner is None:
+        return True
+    quantized_tensors, float_tensors = sites.tensors_to_observe(quantized_runner.output_tensors.values())
+    elements = 2 * load.elements_per_sample * load.block_size
+    return is_batch_independent(
+        quantized_runner, batches, load.block_size, quantized_tensors, inputs=inputs, max_elements=elements
+    ) and is_batch_independent(site_runner, batches, load.block_size, float_tensors, max_elements=elements)
 
 
 def vocabulary_size(runner: Runner) -> int | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.calibration import CALIBRATION_METHODS, Stats, sites_needing_data
-from graphquant.calibration.fingerprints import fingerprints, preserved_fingerprints
+from graphquant.calibration.targets import fingerprints, preserved_fingerprints
 from graphquant.errors import DataError
 from graphquant.numerics import QParams, QuantizationGrid, Range
 from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost, least_sqnr

@@ -326,34 +326,18 @@ def validate_model(
     """
     try:
         runner = formats.shared_runner(source, "source")
-        batches, labels = open_labels(holdout, runner.inputs)
-        # Data that was opened again with labels is not cut off where the hold-out ends.
-        batches = replace(batches, count=holdout.dataset.count)
-        batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
-        site_count = sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops())
-        # Samples of a larger model are not joined, because a comparison with a batch would create its sessions again.
-        footprint = (
-            measure_footprint(runner, batches)
-            if has_few_sites(site_count)
-            else estimate_footprint(source, batch_independent=False)
-        )
-        samples = ComparisonSamples(
-            dataset=batches,
-            footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
-            labels=labels,
-            max_site_samples=SITE_SAMPLES,
-            metric=holdout.metric,
-        )
+        is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
+        samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=is_small)
         report = stage_progress(progress, "validating")
-        sites = match_sites(source, quantized, prepared) if include_sites and has_few_sites(site_count) else None
+        sites = match_sites(source, quantized, prepared) if include_sites and is_small else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
-        share = formats.create_runner if has_few_sites(site_count) else partial(formats.shared_runner, role="quantized")
+        share = formats.create_runner if is_small else partial(formats.shared_runner, role="quantized")
         comparison = compare_runners(
             runner, quantized_runner or share(quantized), samples, sites, outputs or {}, report
         )
         quantized_macs, total_macs = (
-            count_quantized_macs(source, quantized, measure_tensor_sizes(source, batches, runner))
+            count_quantized_macs(source, quantized, measure_tensor_sizes(source, samples.dataset, runner))
             if include_sites
             else (0, 0)
         )
@@ -377,7 +361,7 @@ def validate_model(
     )
     if validation.misses_target and quantized_runner is None:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
-        score_sqnr = _measure_scores((source, runner), quantized, low_outputs, batches)
+        score_sqnr = _measure_scores((source, runner), quantized, low_outputs, samples.dataset)
         validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:
@@ -391,6 +375,26 @@ def validate_model(
         if before.sqnr is not None and after.sqnr is not None and before.sqnr > after.sqnr + OPTIMIZER_LOSS
     }
     return replace(validation, unoptimized_sqnr=unoptimized_sqnr)
+
+
+def _comparison_samples(
+    source: Model, runner: Runner, holdout: HoldOut, max_samples: int | None, *, join: bool
+) -> ComparisonSamples:
+    """Return at most `max_samples` samples of a hold-out, with its labels. With `join`, a run may have several samples.
+
+    Samples of a large model are not joined, because a comparison with a batch would create its sessions again.
+    """
+    batches, labels = open_labels(holdout, runner.inputs)
+    # Data that was opened again with labels is not cut off where the hold-out ends.
+    batches = sample_range(replace(batches, count=holdout.dataset.count), holdout.start, max_samples)
+    footprint = measure_footprint(runner, batches) if join else estimate_footprint(source, batch_independent=False)
+    return ComparisonSamples(
+        dataset=batches,
+        footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
+        labels=labels,
+        max_site_samples=SITE_SAMPLES,
+        metric=holdout.metric,
+    )
 
 
 def _measure_scores(

@@ -8,7 +8,6 @@ from graphquant.calibration.calibrate import (
     calibrate_model,
     collect_stats,
 )
-from graphquant.calibration.fingerprints import preserved_fingerprints
 from graphquant.calibration.memory import RunFootprint, estimate_footprint
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, load_stats, select_stats
 from graphquant.calibration.targets import (
@@ -17,6 +16,7 @@ from graphquant.calibration.targets import (
     all_float_targets,
     finest_histogram_bits,
     plan_targets,
+    preserved_fingerprints,
     sites_needing_data,
     with_observer,
 )

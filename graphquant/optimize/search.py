@@ -430,33 +430,7 @@ class _SearchStages:
             lambda plan, validation: measurer.validate_final(plan, validation, self.build, self.stats),
             _worst_sqnr(rules_validation) - _worst_sqnr(final_validation),
         )
-        changed = result.changed
-        quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
-        trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
-        sensitivities = {
-            plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE]) if i in trials.measured_sites else None
-            for i, name in changed.items()
-            if name == FLOAT_CANDIDATE
-        }
-        in_float = float_ops | result.float_ops
-        validation_runs = (result.validations + 1) * measurer.samples.count
-        trace = replace(
-            trace,
-            plan=result.plan,
-            missed_bounds=result.missed_bounds,
-            float_tensors={**trace.float_tensors, **sensitivities},
-            interrupted=trace.interrupted or result.stop_reason == "interrupt",
-            stop_reason=result.stop_reason,
-            plans=result.validations,
-            cost=math.fsum(costs[op] for op in in_float) / (math.fsum(costs.values()) or 1.0),
-            runs_per_site=(trials.runs + validation_runs) / len(errors),
-            search_validation=result.validation,
-            site_errors={
-                new_index: errors[i][changed.get(i, RULE_CANDIDATE)]
-                for new_index, i in enumerate(quantized)
-                if i in trials.measured_sites
-            },
-        )
+        trace = _bound_trace(trace, result, trials, errors, costs, float_ops | result.float_ops, measurer.samples.count)
         return trace, measurer.build_final(trace.plan, self.build, self.stats)
 
     def _costs(self, samples: Dataset) -> dict[OpKey, float]:
@@ -464,6 +438,43 @@ class _SearchStages:
         if self.objective.minimize == "size":
             return byte_costs(self.prepared)
         return mac_costs(self.prepared, measure_tensor_sizes(self.prepared, samples))
+
+
+def _bound_trace(
+    trace: SearchTrace,
+    result: _BoundResult,
+    trials: GroupTrials,
+    errors: CandidateErrors,
+    costs: Mapping[OpKey, float],
+    in_float: Collection[OpKey],
+    samples: int,
+) -> SearchTrace:
+    """Return the trace of a search for bounds, of which `trace` has the plan before. `in_float` are all float ops."""
+    plan, changed = trace.plan, result.changed
+    quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
+    sensitivities = {
+        plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE]) if i in trials.measured_sites else None
+        for i, name in changed.items()
+        if name == FLOAT_CANDIDATE
+    }
+    trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
+    return replace(
+        trace,
+        plan=result.plan,
+        missed_bounds=result.missed_bounds,
+        float_tensors={**trace.float_tensors, **sensitivities},
+        interrupted=trace.interrupted or result.stop_reason == "interrupt",
+        stop_reason=result.stop_reason,
+        plans=result.validations,
+        cost=math.fsum(costs[op] for op in in_float) / (math.fsum(costs.values()) or 1.0),
+        runs_per_site=(trials.runs + (result.validations + 1) * samples) / len(errors),
+        search_validation=result.validation,
+        site_errors={
+            new_index: errors[i][changed.get(i, RULE_CANDIDATE)]
+            for new_index, i in enumerate(quantized)
+            if i in trials.measured_sites
+        },
+    )
 
 
 def _ops_in_float_anyway(plan: Plan, quantized_model: Model) -> frozenset[OpKey]:
