@@ -185,3 +185,20 @@ def test_other_formats_say_why_not() -> None:
     assert {skip.code for skip in plan.skips} == {SkipCode.SCHEME}
     assert all(re.search('FakeQuant .*blocks,.* per = "channel"', skip.reason) for skip in plan.skips)
     assert len(plan.sites) == 7
+
+
+@pytest.mark.parametrize("rules", ["weight_only", "weight_only_int4", "weight_only_int8", "dynamic"])
+def test_weights_behind_an_identity_are_stored_once(tmp_path: Path, rules: str) -> None:
+    """An exporter of PyTorch lets the second layer with a weight read it through an Identity."""
+    body = "v = Identity(w) a = MatMul(x, w) b = Tanh(a) y = MatMul(b, v)"
+    text = f'<ir_version: 8, opset_import: ["": 21]> g (float[n,512] x) => (float[n,512] y) {{ {body} }}'
+    message, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    weight = (rng.standard_normal((512, 512)) / 23).astype(np.float32)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(message, tmp_path / "model.onnx")
+    result = gq.insert(tmp_path / "model.onnx", rules=[rules], validate=False)
+    result.save(tmp_path / "small.onnx")
+    assert len(result.inserted) == 1
+    constants = onnx.load(tmp_path / "small.onnx").graph.initializer
+    large = [constant for constant in constants if np.prod(constant.dims) >= weight.size / 2]
+    assert [constant.data_type == onnx.TensorProto.FLOAT for constant in large] == [False]
