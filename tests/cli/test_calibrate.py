@@ -381,4 +381,4 @@ def test_tensorflow(cli: Callable[..., Any], samples: Path, calibration_folder: 
         cli("calibrate", *model, "--all", "-o", "all.gqs", "--force")
         for rules in ("tflite", "onnxruntime", "tensorrt"):
             result = cli("insert", samples / name, "--stats", "all.gqs", "--rules", rules, "--dry-run")
-            assert "calibrated on 20 samples" in result.output
+            assert "ranges from 20 samples" in result.output

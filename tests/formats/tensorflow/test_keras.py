@@ -53,7 +53,7 @@ def test_file_becomes_a_saved_model(empty_folder: Path, cli: Callable[..., Any],
     model = keras_network()
     model.save(name)
     output_text = cli("insert", name, "--rules", "fixed_point").stdout
-    assert "4 sites inserted" in output_text
+    assert "4 tensors quantized" in output_text
     assert "net.quant" in output_text
     assert sorted(path.name for path in empty_folder.iterdir()) == sorted([name, "net.quant"])
 
@@ -79,7 +79,7 @@ def test_calibrated_and_applied_later(empty_folder: Path, cli: Callable[..., Any
     cli("calibrate", "net.keras", "--data", "x.npz", "-o", "stats.gqs")
     Path("plan.json").write_text(cli("plan", "net.keras", "--format", "json").stdout)
     output_text = cli("insert", "net.keras", "--plan", "plan.json", "--stats", "stats.gqs").stdout
-    assert "sites inserted" in output_text
+    assert "tensors quantized" in output_text
     model = gq.load("net.keras")
     tf.function(lambda x: x)(1)  # moves the numbers that tracing gives
     assert gq.load(Path("net.keras")).graphs.keys() == model.graphs.keys()
