@@ -49,7 +49,8 @@ function reveal(app, op) {
   if (op < 0) return fitView(app, false);
   const box = positionOf(app, op);
   const centerY = s.boxTop(box.row) + BOX_HEIGHT / 2, x = box.x * view.k + view.x, y = centerY * view.k + view.y;
-  if (x > 0 && x < canvas.clientWidth && y > 0 && y < canvas.clientHeight) return;
+  const margin = BOX_HEIGHT * view.k; // so that no edge of the box is cut off
+  if (x > margin && x < canvas.clientWidth - margin && y > margin && y < canvas.clientHeight - margin) return;
   view.x = canvas.clientWidth / 2 - box.x * view.k;
   view.y = canvas.clientHeight / 2 - centerY * view.k;
   app.redraw();
