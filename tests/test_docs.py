@@ -147,7 +147,7 @@ def test_batch(docs_folder, monkeypatch):
     (expected,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
     assert f"{expected}\n" in printed
     names = {path.relative_to(docs_folder / "out").as_posix() for path in (docs_folder / "out").rglob("*.onnx")}
-    outputs = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested")}
+    outputs = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested", "resnet")}
     assert names == {*outputs, "trt/digits_cnn.onnx"}
     assert docs_folder.joinpath("whole.html").is_file()
 
