@@ -326,12 +326,16 @@ class PlacementSearch:
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
         self.is_int8 = [group.fixed for group in groups]
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
-        # as integers in int8, and the number of DequantizeLinears of each group.
+        # as integers in int8, the number of DequantizeLinears of each group, and their time for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
         self._integer_producers = [
             tensor.producer if groups[tensor.producer].quantized_output else None for tensor in tensors
         ]
         self._dequantizations = [group.dequantizations for group in groups]
+        self._reads = [
+            [(position, self._dequantize_time(position, index)) for position in group.reads]
+            for index, group in enumerate(groups)
+        ]
         self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
@@ -345,26 +349,31 @@ class PlacementSearch:
     def flip(self, index: int) -> None:
         """Change one group between float and int8."""
         affected = self._affected[index]
-        before = sum(map(self._conversion_time, affected))
+        before = self._conversion_time(affected)
         self._toggle(index)
         difference = self.int8_cost[index] - self.float_cost[index]
         difference = difference if self.is_int8[index] else -difference
-        self.time += difference + sum(map(self._conversion_time, affected)) - before
+        self.time += difference + self._conversion_time(affected) - before
 
     def _toggle(self, index: int) -> None:
         """Change one group, but not the total time."""
         self.is_int8[index] = not self.is_int8[index]
         sign = 1 if self.is_int8[index] else -1
-        for position in self.placement.groups[index].reads:
+        for position, dequantize_time in self._reads[index]:
             self.int8_readers[position] += sign
-            self.dequantize_times[position] -= sign * self._dequantize_time(position, index)
+            self.dequantize_times[position] -= sign * dequantize_time
             self.planar_times[position] += sign * self.planar_cost[index]
 
-    def _conversion_time(self, position: int) -> float:
-        producer = self._integer_producers[position]
-        if producer is not None and self.is_int8[producer]:
-            return self.dequantize_times[position]
-        return self.quantize_cost[position] + self.planar_times[position] if self.int8_readers[position] else 0.0
+    def _conversion_time(self, positions: Iterable[int]) -> float:
+        """Return the time of all conversions of tensors."""
+        total, is_int8 = 0.0, self.is_int8
+        for position in positions:
+            producer = self._integer_producers[position]
+            if producer is not None and is_int8[producer]:
+                total += self.dequantize_times[position]
+            elif self.int8_readers[position]:
+                total += self.quantize_cost[position] + self.planar_times[position]
+        return total
 
     def _dequantize_time(self, position: int, reader: int) -> float:
         """Return the time that an int8 tensor adds to a float reader."""

@@ -681,7 +681,7 @@ def _trace_optimized(model: Model, optimized: Model, lookup: _OpLookup) -> Optim
         for op in optimized.graphs[name].ops():
             origin = lookup.numbered_op(op.source.name) if isinstance(op.source, NodeProto) else None
             for port, output in enumerate(op.outputs):
-                tensor = lookup.tensors.get((graph_names.get(name, name), output.name)) if output.name else None
+                tensor = lookup.tensors.get(graph_names.get(name, name), {}).get(output.name) if output.name else None
                 if tensor is not None:
                     tensors[TensorRef(name, op.name, port)] = tensor
             # Ops of a folded weight are not in the model.
@@ -756,16 +756,16 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpLookup:
-    """Ops of a message's nodes by node number, and tensors by graph and value name."""
+    """Ops of a message's nodes by node number, and tensors by the names of their values."""
 
-    numbered: Sequence[OpKey]
-    tensors: Mapping[tuple[str, str], TensorRef]
+    numbered: Sequence[TensorRef]  # an output of each op
+    tensors: Mapping[str, Mapping[str, TensorRef]]  # by graph and value name
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
         number_match = NODE_NUMBER.search(name)
         known = number_match is not None and int(number_match[1]) < len(self.numbered)
-        return self.numbered[int(number_match[1])] if number_match is not None and known else None
+        return self.numbered[int(number_match[1])][:2] if number_match is not None and known else None
 
     def name_of_number(self, number_match: re.Match[str]) -> str:
         """Return the name of the op with a number in an error of onnxruntime, for messages."""
@@ -776,25 +776,25 @@ class _OpLookup:
 def _number_nodes(emission: Emission) -> _OpLookup:
     """Rename each node of an emitted model to a number."""
     model = emission.model
-    numbered: list[OpKey] = []
-    tensors: dict[tuple[str, str], TensorRef] = {}
+    numbered: list[TensorRef] = []
+    tensors: dict[str, dict[str, TensorRef]] = {}
     functions = [name for name, graph in model.graphs.items() if graph.is_function]
     pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
     for name, proto in pending:  # grows while bodies are visited
-        graph = model.graphs[name]
+        graph, known = model.graphs[name], tensors.setdefault(name, {})
         for op in graph.ops():
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
-                tensors[name, emission.renamed_tensors.get(tensor) or output.name] = tensor
+                known[emission.renamed_tensors.get(tensor) or output.name] = tensor
         for node in proto.node:
             value = next(filter(None, node.output), "")
             if not value:
                 continue
-            op_name = tensors[name, value].op
             node.name = f"@{len(numbered)}@"
-            numbered.append((name, op_name))
-            calls = {call.attr: call.graph for call in graph.op(op_name).calls}
-            pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
+            numbered.append(known[value])
+            calls = {call.attr: call.graph for call in graph.op(known[value].op).calls}
+            if calls:
+                pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
     return _OpLookup(numbered=numbered, tensors=tensors)
 
 
@@ -813,7 +813,7 @@ def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLook
     """Attribute the time of onnxruntime's ops to those of the model, without the overhead of the profiler."""
     # Means of the shorter half: the profiler reports whole microseconds, and some runs are interrupted.
     means = {key: mean(sorted(seconds)[: max(len(seconds) // 2, 1)]) for key, seconds in durations.items()}
-    producers = {value: (tensor.graph, tensor.op) for (_, value), tensor in lookup.tensors.items()}
+    producers = {value: tensor[:2] for values in lookup.tensors.values() for value, tensor in values.items()}
     overhead = min(min(means.values(), default=0.0), MAX_PROFILER_OVERHEAD)
     ops: dict[OpKey, float] = {}
     conversions: dict[OpKey, float] = {}
