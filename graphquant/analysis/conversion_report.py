@@ -140,24 +140,44 @@ def compare_conversion(
 def _accept_rounded_floats(
     model: Model, inserted: Sequence[InsertedPair], converted: Model, lines: list[ConvertedTensor]
 ) -> None:
-    """Let a weight agree if the converted model has its rounded values as floats, for ops that stay float."""
+    """Let a weight agree if the converted model has its rounded values: as floats, or with finer scales.
+
+    Float values are those of ops that stay float. If several dense layers read a weight, the converter gives it a scale
+    per channel.
+    """
     parameters = Parameters(model)
-    floats = [
-        (output, np.sort(op.read_value(), axis=None))
-        for graph in converted.graphs.values()
-        for op in graph.ops()
-        for output in op.outputs
-        if op.kind in STORED_KINDS and output.dtype == "float32" and op.read_value is not None
-    ]
+    constants = list(_real_constants(converted, {line.name for line in lines}))
     for index, (insertion, line) in enumerate(zip(inserted, lines, strict=True)):
         if insertion.site.parameter and line.index is None and isinstance(insertion.params, QParams):
             value = parameters.value(insertion.site.tensor)
             if value is None:
                 continue
             rounded = np.sort(dequantize(quantize(value, insertion.params), insertion.params), axis=None)
-            for output, values in floats:
-                if values.size == rounded.size and np.allclose(values, rounded, rtol=SCALE_TOLERANCE, atol=0):
+            for output, values, scale in constants:
+                is_finer = scale <= float(np.max(insertion.params.scale)) * (1 + SCALE_TOLERANCE)
+                if not is_finer or values.size != rounded.size:
+                    continue
+                if np.allclose(values, rounded, rtol=SCALE_TOLERANCE, atol=scale / 2):
                     lines[index] = replace(line, name=output.name, problem="")
+
+
+def _real_constants(converted: Model, matched: Collection[str]) -> Iterator[tuple[Output, Array, float]]:
+    """Yield the float and int8 constants whose name is not in `matched`: sorted values, and the largest scale or 0."""
+    for graph in converted.graphs.values():
+        for op in graph.ops():
+            output, stored = op.outputs[0] if op.outputs else None, op.outputs[0].quantization if op.outputs else None
+            if op.kind not in STORED_KINDS or op.read_value is None or output is None:
+                continue
+            values = np.asarray(op.read_value())
+            if output.dtype == "float32":
+                yield output, np.sort(values, axis=None), 0.0
+            elif output.dtype == "int8" and stored is not None and stored.scale.size and output.name not in matched:
+                shape = [-1 if axis == stored.axis else 1 for axis in range(values.ndim)]
+                scales, zeros = (
+                    part.reshape(shape if part.size > 1 else ()) for part in (stored.scale, stored.zero_point)
+                )
+                reals = (values.astype(np.float64) - zeros) * scales
+                yield output, np.sort(reals, axis=None), float(scales.max())
 
 
 def _accept_folded_constants(

@@ -88,7 +88,7 @@ def _candidate_before(
         if bias is not None:
             adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
             source = _sole_reader_source(graph, Use(graph.name, source.name, data))
-    if not isinstance(source, str) and source.type == "BatchToSpaceND":  # the last part of a dilated convolution
+    while not isinstance(source, str) and model.traits.type_attrs and _keeps_channels(graph, source):
         source = _sole_reader_source(graph, Use(graph.name, source.name, 0))
     if isinstance(source, str):
         return source
@@ -107,6 +107,16 @@ def _candidate_before(
     if not all(_reads_parameter(graph, use, parameters) for use in (weight, *values)):
         return f"its values, or the weight of {source.name}, are only known at run time"
     return FoldCandidate(norm, mul, values, source, weight, bias)
+
+
+def _keeps_channels(graph: Graph, op: Op) -> bool:
+    """Return True for the last part of a dilated or 1-D convolution, or of a Dense layer, as TensorFlow writes them."""
+    if op.type not in {"Reshape", "Squeeze"}:
+        return op.type == "BatchToSpaceND"
+    source = graph.source_of(Use(graph.name, op.name, 0))
+    shapes = [op.outputs[0].shape, None if source is None else graph.output(source).shape]
+    channels = [shape[-1] if shape else None for shape in shapes]
+    return channels[0] is not None and channels[0] == channels[1]
 
 
 def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
@@ -132,7 +142,8 @@ def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
         return f"{op.name} scales its product or its bias (alpha, beta)"
     if op.kind == "matmul":
         shapes = [producer.outputs[0].shape for producer in (op, adder) if producer is not None and producer.outputs]
-        if op.type != "MatMul" or any(shape is not None and len(shape) != MATRIX_RANK for shape in shapes):
+        is_stacked = any(shape is not None and len(shape) != MATRIX_RANK for shape in shapes)
+        if op.type != "MatMul" or (model.traits.stacked_matmul and is_stacked):
             return f"{op.name} multiplies stacks of matrices, whose channels are on another axis"
         if model.traits.stacked_matmul and None in shapes:
             return f"{op.name} multiplies matrices of unknown rank"
@@ -333,10 +344,11 @@ def _apply_fold(
         result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [product, bias_constant])
         mul = candidate.mul
         data = Use(graph.name, norm.name, 0) if mul is None else Use(graph.name, mul.name, 1 - candidate.values[0].slot)
-        batches = graph.source_of(data)
-        if batches is not None and batches != product:  # a BatchToSpaceND, which a bias precedes
-            edits.connect(Use(graph.name, batches.op, 0), result)
-            result = batches
+        end = graph.source_of(data)
+        if end is not None and end != product:  # a bias precedes the last parts of a convolution
+            (first_part,) = (use for use in graph.consumers(product) if use.op != result.op)
+            edits.connect(first_part, result)
+            result = end
     readers = graph.consumers(TensorRef(graph.name, norm.name))
     for use in readers:
         edits.connect(use, result)

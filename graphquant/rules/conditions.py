@@ -500,7 +500,8 @@ class _PatternSearch:
         if not parameters.is_parameter(tensor) or math.prod(size or 0 for size in parameters.shape(tensor) or ()) > 1:
             return False  # a weight is not read to compare it with a number
         value = parameters.value(tensor)
-        return value is not None and value.size == 1 and bool(np.isclose(float(value.reshape(-1)[0]), number))
+        is_single = value is not None and value.size == 1 and not np.iscomplexobj(value)
+        return value is not None and is_single and bool(np.isclose(float(value.reshape(-1)[0]), number))
 
     def _operand_orders(self, op: PatternOp, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
         """Return the assignments of the inputs of the op of `tensor` to the operands of a part."""

@@ -375,6 +375,60 @@ def test_dilated_convolutions_are_int8(tmp_path: Path, dims: int) -> None:
     assert {detail["dtype"] for detail in details} == {np.int8}
 
 
+@pytest.mark.parametrize("has_batchnorm", [False, True])
+def test_dense_layers_on_sequences_are_int8(tmp_path: Path, has_batchnorm: bool) -> None:
+    """A bias or BatchNorm behind the reshape of a Dense layer is fused with its product, also for a free batch size."""
+    tf = pytest.importorskip("tensorflow")
+    kernel, bias = np.random.default_rng(7).normal(size=(2, 6, 6)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        y = tf.nn.bias_add(tf.tensordot(x, kernel, 1), bias[0])
+        y = y * bias[1] + bias[2] if has_batchnorm else y
+        return tf.nn.bias_add(tf.tensordot(tf.nn.relu(y), kernel.T, 1), bias[3])
+
+    conversion, data = conversion_of(tmp_path, net, (None, 4, 6))
+    assert conversion.float_ops == ()
+    products = [op for op in parse_tflite(data).main.ops() if op.type == "FULLY_CONNECTED"]
+    assert [op.outputs[0].dtype for op in products] == ["int8", "int8"]
+    assert "ADD" not in {op.type for op in parse_tflite(data).main.ops()}
+
+
+def test_weight_of_several_dense_layers_agrees(tmp_path: Path) -> None:
+    """The converter gives a weight that several layers share finer scales, one for each channel."""
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(7).normal(size=(6, 4)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        weight, bias = tf.constant(kernel), tf.constant(kernel[0])
+        return tf.stack([tf.nn.bias_add(tf.matmul(x[:, step], weight), bias) for step in range(3)], 1)
+
+    conversion, _ = conversion_of(tmp_path, net, (1, 3, 6))
+    (weight,) = (line for line in conversion.tensors if line.planned is not None and line.runtime is None)
+    assert (str(weight.tensor), weight.problem) == ("Const:0", "")
+    assert conversion.float_ops == ()
+
+
+def test_batchnorm_behind_a_convolution_of_one_dimension_is_folded(tmp_path: Path) -> None:
+    """A BatchNorm behind the Squeeze of a Conv1D, and the BatchToSpaceND of a dilated one, is folded and restored."""
+    tf = pytest.importorskip("tensorflow")
+    kernel, values = np.random.default_rng(7).normal(size=(2, 3, 4, 4)).astype(np.float32)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 12, 4), tf.float32, "x")])
+    def net(x: Any) -> Any:
+        y = tf.nn.relu(tf.nn.conv1d(x, kernel, 1, "SAME") * values[0, 0] + values[0, 1])
+        y = tf.nn.bias_add(tf.nn.convolution(y, kernel, padding="SAME", dilations=2), values[0, 2])
+        return tf.nn.relu(y * values[0, 3] + values[1, 0])
+
+    (tmp_path / "net.pb").write_bytes(net.get_concrete_function().graph.as_graph_def().SerializeToString())
+    model = gq.freeze(gq.load(tmp_path / "net.pb"))
+    samples = np.random.default_rng(3).normal(size=(16, 12, 4)).astype(np.float32)
+    result = gq.insert(model, rules=["tflite"], data={"x": samples}, validate=False)
+    assert [step.step for step in result.plan.steps] == ["fold-batchnorm", "fold-batchnorm"]
+    assert [line for line in convert_to_tflite(result, None).tensors if line.problem] == []
+    restored = gq.strip(gq.load(result.save(tmp_path / "quantized.pb"))).model
+    np.testing.assert_array_equal(float_answers(restored, samples), float_answers(model, samples))
+
+
 def test_outputs_behind_an_identity_n_are_int8(tmp_path: Path) -> None:
     """TensorFlow joins the outputs of a Keras model with two of them in one op."""
     tf = pytest.importorskip("tensorflow")

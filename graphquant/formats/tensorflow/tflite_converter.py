@@ -93,6 +93,7 @@ def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool 
         # The converter computes the scales of such weights from their values, which gives the planned scales: the
         # largest value is on the grid. FakeQuants would let it store float weights.
         graph_def = with_constants(graph_def, names, switched)
+    graph_def = _with_fused_biases(model, graph_def)
     by_tensors: dict[tuple[tuple[str, ...], ...], list[FrozenSignature]] = {}
     for signature in signatures:
         tensors = tuple(signature.inputs.values()), tuple(signature.outputs.values())
@@ -621,6 +622,47 @@ def _switched_weights(model: Model) -> dict[str, Array]:
         if is_switched and isinstance(params, QParams) and read_value is not None:
             weights[op.name] = dequantize(quantize(read_value(), params), params)
     return weights
+
+
+def _with_fused_biases(model: Model, graph_def: Any) -> Any:
+    """Return the graph with each bias before the reshape that ends the product of a Dense layer on sequences.
+
+    The converter fuses a bias behind a reshape only if all sizes are known, without a free batch size. The product
+    would have no range then, and stay float.
+    """
+    changed = type(graph_def)()
+    changed.CopyFrom(graph_def)
+    nodes = {node.name: node for node in changed.node}
+    for op in model.main.ops():
+        if op.type != "BiasAdd":
+            continue
+        path = [TensorRef("", op.name)]
+        for tensor in path:  # grows during the loop, from the sum to the product
+            source = model.main.source_of(Use("", tensor.op, 0))
+            if source is None or len(path) == len(("sum", "reshape", "product")):
+                break
+            if len(model.main.consumers(source)) == 1:
+                path.append(source)
+        shapes = [model.output(tensor).shape for tensor in path[1:]]
+        channels = {shape[-1] if shape else None for shape in shapes}
+        if (
+            [model.op(tensor).type for tensor in path[1:]] != ["Reshape", "MatMul"]
+            or len(channels) > 1
+            or None in channels
+        ):
+            continue
+        # The nodes change places, but each keeps its name, so that the others read the same values as before.
+        bias, reshape = nodes[op.name], nodes[path[1].op]
+        old_bias, old_reshape = type(bias)(), type(bias)()
+        old_bias.CopyFrom(bias)
+        old_reshape.CopyFrom(reshape)
+        reshape.CopyFrom(old_bias)
+        bias.CopyFrom(old_reshape)
+        bias.name, reshape.name = old_bias.name, old_reshape.name
+        reshape.input[0], bias.input[0] = old_reshape.input[0], old_reshape.name
+        for node in (bias, reshape):
+            node.attr.pop("_output_shapes", None)
+    return changed
 
 
 def _copy_node(graph_def: Any, node: Any, inputs: Sequence[str], used_names: set[str]) -> Any:
