@@ -52,7 +52,7 @@ class RuntimeTensor:
     axis: int  # the quantized dimension
 
 
-_SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
+_SOURCE_LOCATION = re.compile(r"(?:^|(?<=\.))\S+?:\d+:\d+: error: ")
 """The converter's reference to a line of the calling program, which is irrelevant for the model."""
 
 
@@ -123,9 +123,9 @@ def _convert_signatures(
             data = _convert_graph(tensorflow, model, single, signatures[0], io, keep_float=keep_float)
     # The converter's struct.error stands for an empty file.
     except (ConverterError, ValueError, RuntimeError, struct.error) as error:
+        reason = _SOURCE_LOCATION.sub(" ", first_error_line(str(error))).strip()
         raise ModelError(
-            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
-            f" {_conversion_advice(model, str(error))}"
+            f"TensorFlow's converter refuses the model: {reason}. {_conversion_advice(model, str(error))}"
         ) from error
     return add_signatures(data, signatures)
 
