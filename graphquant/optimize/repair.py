@@ -460,7 +460,8 @@ class _Repair:
 
         Their gain is nearly the same with other ranges and with some blocks in float, and they take most of the time.
         """
-        if self._request.default_sqnr is None:  # For a bound, each set of algorithms has one plan.
+        # For a bound, each set of algorithms has one plan. An estimate never replaces a measurement.
+        if self._request.default_sqnr is None or (recipe, False) in self._measured:
             return self._measure(recipe)
         gains = self._algorithm_gains
         if recipe.algorithms not in gains:

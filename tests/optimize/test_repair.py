@@ -196,6 +196,20 @@ def test_ranges_of_blocks_leave_work_for_float_blocks(outlier_net: Path, monkeyp
     assert trace.float_blocks
 
 
+def test_a_measured_plan_is_not_estimated(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gain that algorithms have with other ranges does not replace the measured SQNR of the default plan."""
+    estimates = []
+
+    def search(self: Any) -> None:
+        sqnr = self._measure(repair.DEFAULT_RECIPE)
+        self._algorithm_gains[()] = 2.0
+        estimates.append((self._estimate(repair.DEFAULT_RECIPE), sqnr))
+
+    monkeypatch.setattr(repair._Repair, "_search", search)
+    insert_net(outlier_net)
+    assert [estimate - sqnr for estimate, sqnr in estimates] == [0.0]
+
+
 @pytest.mark.parametrize("method", ["_try_scaling", "_find_groups", "_search_float_blocks"])
 def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Ctrl-C during any step ends the search with its best plan so far."""
