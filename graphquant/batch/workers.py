@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,7 +148,13 @@ class _WorkerProcess:
         self._log = os.fdopen(descriptor, errors="replace")
         self.pipe, child_pipe = context.Pipe()
         self._process = context.Process(target=_worker_main, args=(child_pipe, worker, name))
-        self._process.start()
+        resource_tracker.ensure_running()  # the first start would do it, and end the block of signals
+        # Ctrl-C must not end the worker with a traceback before it ignores the signal itself.
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         child_pipe.close()
         self._process_id = self._process.pid or 0
         self.attempt: _Attempt | None = None  # its current attempt, None if idle
@@ -278,6 +285,7 @@ def _detach_process(log: str) -> None:
     """End this process with its parent, and protect it from Ctrl-C and from writing to the terminal."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent starts workers with a block
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         import ctypes

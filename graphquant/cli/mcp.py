@@ -43,6 +43,9 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
                 command.append(option)
             elif element is not None and element is not False and element != "":  # 0 is a value
                 command += [f"{option}={element}"]
+    if any("\0" in part for part in command):
+        messages = "error: An argument has a null character. Remove it."
+        return {"exit_code": UsageError.exit_code, "output": "", "messages": messages}
     process = subprocess.run(  # noqa: S603  # this program, without a shell
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, errors="replace"
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,20 @@ def test_closing_the_iterator_ends_the_workers(faulty_folder):
     process = int(started[0].name.rpartition("-")[2])
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def test_interrupt_while_a_worker_starts(faulty_folder, monkeypatch):
+    """Ctrl-C is blocked while a worker starts, which ignores it soon after, and no longer in the parent."""
+    masks, start = [], SpawnProcess.start
+
+    def record(process: SpawnProcess) -> None:
+        start(process)
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    monkeypatch.setattr(SpawnProcess, "start", record)
+    next(run_workers([make_entry("a")], quantize_entry, WorkerLimits(jobs=1)))
+    assert [signal.SIGINT in mask for mask in masks] == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

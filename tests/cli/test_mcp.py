@@ -91,6 +91,11 @@ def test_zero_is_an_argument() -> None:
     assert (result["exit_code"], "--samples" in result["messages"]) == (2, True)
 
 
+def test_null_character() -> None:
+    """An argument that no process can receive is a wrong argument."""
+    assert mcp_server.run_tool("plan", ("--rules", ["a\0b"]), "--", MODEL)["exit_code"] == 2
+
+
 def test_missing_package(monkeypatch: pytest.MonkeyPatch, cli: Any) -> None:
     """Without the package, the exit code is 4 and the message has the command that installs it."""
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)

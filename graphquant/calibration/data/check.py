@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
 MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
 MAX_PIXEL = 255
+MAX_VALUE = float(np.sqrt(np.finfo(np.float32).max))  # a BatchNorm or LayerNorm squares values
 
 CHECKED_SAMPLES = 32  # number of samples that `check_model_data` reads
 RUN_SAMPLES = 8  # number of samples on which `check_model_data` runs the model
@@ -450,7 +451,9 @@ def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
     if stats.finite_count and stats.low == stats.high and values_per_sample > 1:
         findings["constant"] = f"is always {stats.low:g}, which does not give a range. Use real values."
     elif stats.feeds > 1 and len(stats.digests) == 1 and values_per_sample > 1:
-        findings["same-samples"] = f"is the same in all {dataset.count} samples. Use different samples."
+        is_whole = dataset.repeats_samples or stats.feeds == dataset.count
+        checked = f"all {dataset.count}" if is_whole else f"the first {stats.feeds}"
+        findings["same-samples"] = f"is the same in {checked} samples. Use different samples."
     elif 2 * stats.blank_feeds >= max(stats.feeds, 2):
         findings["blank"] = (
             f"is a single value throughout, like silence or an empty image, in {stats.blank_feeds} of {stats.feeds}"
@@ -476,6 +479,8 @@ def _scale_findings(
     if dtype_kind(numpy_dtype(model_input.dtype)) != "float" or not stats.low < stats.high:
         return {}
     received = f"receives {stats.low:g} to {stats.high:g}"
+    if max(-stats.low, stats.high) > MAX_VALUE:
+        return {"scale": f"{received}, whose squares are infinite in float32. Scale the values as in training."}
     ratio = None if response is None else response.ratios.get(model_input.name)
     is_plausible = use.rescaled
     if ratio is not None and use.layer is not None:

@@ -68,6 +68,7 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_arrays(NOISE[:31], None, 5)) == ["few-samples"]
     assert kinds(check_arrays(np.arange(200.0).reshape(40, 5), None, 5)) == ["unscaled"]
     assert kinds(check_arrays(np.full((40, 5), 3.0), None, 5)) == ["constant"]
+    assert kinds(check_arrays(NOISE * 1e30, None, 5)) == ["scale"]
     assert kinds(check_arrays(np.tile(NOISE[:1], (40, 1)), None, 5)) == ["same-samples"]
     assert kinds(check_arrays(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
     pixels = np.random.default_rng(5).integers(-255, 1, (40, 4, 4, 1)) / 255
