@@ -608,9 +608,12 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
     Raises a SessionError that names the op if onnxruntime rejects the model.
     """
     emission = emit_message(model, defer_weights=True)
-    numbered = _NumberedModel(model, emission, {"session.disable_prepacking": "1", **options}, optimizes=optimizes)
     folder, weights = model.source.folder, dict[str, Array]()
-    if exceeds_read_bytes(emission.deferred):
+    options, is_large = {"session.disable_prepacking": "1", **options}, exceeds_read_bytes(emission.deferred)
+    if is_large and not optimizes:  # folded weights would be computed, in memory
+        options["optimization.disable_specified_optimizers"] = "ConstantFolding"
+    numbered = _NumberedModel(model, emission, options, optimizes=optimizes)
+    if is_large:
         store_zeros(emission.message, emission.deferred, folder, numbered.folder / "zeros")
         folder = numbered.folder
     else:
