@@ -162,22 +162,21 @@ def _accept_rounded_floats(
 
 
 def _real_constants(converted: Model, matched: Collection[str]) -> Iterator[tuple[Output, Array, float]]:
-    """Yield the float and int8 constants whose name is not in `matched`: sorted values, and the largest scale or 0."""
+    """Yield float constants, and int8 and int16 ones not in `matched`: sorted values, and the largest scale or 0."""
     for graph in converted.graphs.values():
         for op in graph.ops():
-            output, stored = op.outputs[0] if op.outputs else None, op.outputs[0].quantization if op.outputs else None
-            if op.kind not in STORED_KINDS or op.read_value is None or output is None:
+            if op.kind not in STORED_KINDS or op.read_value is None:
                 continue
-            values = np.asarray(op.read_value())
+            output, values = op.outputs[0], np.asarray(op.read_value())
+            stored = output.quantization
             if output.dtype == "float32":
                 yield output, np.sort(values, axis=None), 0.0
-            elif output.dtype == "int8" and stored is not None and stored.scale.size and output.name not in matched:
+            elif output.dtype in {"int8", "int16"} and stored and stored.scale.size and output.name not in matched:
                 shape = [-1 if axis == stored.axis else 1 for axis in range(values.ndim)]
                 scales, zeros = (
                     part.reshape(shape if part.size > 1 else ()) for part in (stored.scale, stored.zero_point)
                 )
-                reals = (values.astype(np.float64) - zeros) * scales
-                yield output, np.sort(reals, axis=None), float(scales.max())
+                yield output, np.sort((values.astype(np.float64) - zeros) * scales, axis=None), float(scales.max())
 
 
 def _accept_folded_constants(
@@ -208,17 +207,9 @@ def _constant_bounds(converted: Model, matched: Collection[str]) -> Iterator[tup
 
     Biases of int32 and int64 are left out: their precision is higher than that of any plan.
     """
-    for graph in converted.graphs.values():
-        for op in graph.ops():
-            if op.kind not in STORED_KINDS or op.read_value is None or op.outputs[0].name in matched:
-                continue
-            output, values = op.outputs[0], np.asarray(op.read_value())
-            stored = output.quantization
-            if output.dtype == "float32" and values.size:
-                yield float(values.min()), float(values.max()), SCALE_TOLERANCE * float(np.abs(values).max())
-            elif output.dtype in {"int8", "int16"} and values.size and stored is not None and stored.scale.size == 1:
-                reals = (values.astype(np.float64) - stored.zero_point) * stored.scale
-                yield float(reals.min()), float(reals.max()), float(stored.scale[0])
+    for output, values, scale in _real_constants(converted, matched):
+        if values.size and output.name not in matched:
+            yield float(values[0]), float(values[-1]), scale or SCALE_TOLERANCE * float(np.abs(values).max())
 
 
 def _results_agree(model: Model, insertion: InsertedPair, agreeing: Mapping[TensorRef, bool]) -> bool:

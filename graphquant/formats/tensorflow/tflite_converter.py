@@ -643,25 +643,15 @@ def _with_fused_biases(model: Model, graph_def: Any) -> Any:
                 break
             if len(model.main.consumers(source)) == 1:
                 path.append(source)
-        shapes = [model.output(tensor).shape for tensor in path[1:]]
-        channels = {shape[-1] if shape else None for shape in shapes}
-        if (
-            [model.op(tensor).type for tensor in path[1:]] != ["Reshape", "MatMul"]
-            or len(channels) > 1
-            or None in channels
-        ):
-            continue
-        # The nodes change places, but each keeps its name, so that the others read the same values as before.
-        bias, reshape = nodes[op.name], nodes[path[1].op]
-        old_bias, old_reshape = type(bias)(), type(bias)()
-        old_bias.CopyFrom(bias)
-        old_reshape.CopyFrom(reshape)
-        reshape.CopyFrom(old_bias)
-        bias.CopyFrom(old_reshape)
-        bias.name, reshape.name = old_bias.name, old_reshape.name
-        reshape.input[0], bias.input[0] = old_reshape.input[0], old_reshape.name
-        for node in (bias, reshape):
-            node.attr.pop("_output_shapes", None)
+        channels = {(model.output(tensor).shape or (None,))[-1] for tensor in path[1:]}
+        types = [model.op(tensor).type for tensor in path[1:]]
+        if types == ["Reshape", "MatMul"] and len(channels) == 1 and None not in channels:
+            # The nodes change places and names, so that the others read the same values as before.
+            bias, reshape = nodes[op.name], nodes[path[1].op]
+            bias.name, reshape.name, bias.input[0] = reshape.name, bias.name, reshape.input[0]
+            reshape.input[0] = bias.name
+            for node in (bias, reshape):
+                node.attr.pop("_output_shapes", None)
     return changed
 
 
