@@ -95,7 +95,7 @@ LIMITS = {
     "marked docstrings": 1.0,
     "prose assertions": 0.5,
     "packages": 18,
-    "modules": 222,
+    "modules": 210,
     "lines": 64_500,
 }
 """The largest allowed figure of each measure: percent, but "what" per 1,000 words, and the last three are counts."""

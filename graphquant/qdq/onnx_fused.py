@@ -1,7 +1,8 @@
 """Quantized weights in the forms that onnxruntime computes with fastest, and the family that writes them.
 
 In the intermediate representation such a weight is a constant with a DequantizeLinear, like any other. Its op has
-`Op.fused_attrs`, and `graphquant.formats.onnx.fused_ops` writes it in one of three forms, and reads these as a pair:
+`Op.fused_attrs`. `fused_ops_writer` in `formats/onnx` writes it in one of three forms, and `fused_ops` reads these as a
+pair:
 
 * Packed: one op of com.microsoft, MatMulNBits, GatherBlockQuantized or QMoE, in place of the DequantizeLinear and its
   reader.

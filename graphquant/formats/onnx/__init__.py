@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.conversions import bind_input_shapes, encode_skeleton, inline_functions, upgrade_opset
     from graphquant.formats.onnx.emitter import emit
     from graphquant.formats.onnx.file_writer import save
-    from graphquant.formats.onnx.fused_ops import supports_fused_form
     from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import from_onnx, load, restore_original
-    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, has_int8_cache
+    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, has_int8_cache, supports_fused_form
     from graphquant.formats.onnx.session import (
         OptimizedModel,
         SessionError,
@@ -33,10 +32,9 @@ _MODULES = {
     "conversions": ("bind_input_shapes", "encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
-    "fused_ops": ("supports_fused_form",),
     "index": ("input_specs", "read_metadata"),
     "reader": ("from_onnx", "load", "restore_original"),
-    "runtime": ("PRODUCT_TYPES", "find_wrong_product", "has_int8_cache"),
+    "runtime": ("PRODUCT_TYPES", "find_wrong_product", "has_int8_cache", "supports_fused_form"),
     "session": (
         *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
         "require_loadable",

@@ -22,7 +22,7 @@ from graphquant.formats.onnx.external_data import (
     copy_without_weights,
     deferred_tensor,
 )
-from graphquant.formats.onnx.fused_ops import lower_fused_ops
+from graphquant.formats.onnx.fused_ops_writer import lower_fused_ops
 from graphquant.formats.onnx.index import (
     METADATA_IR_VERSION,
     OnnxGraphSource,

@@ -1,9 +1,8 @@
-"""Fused ops of com.microsoft in files, and the standard ops in their place in the intermediate representation.
+"""Fused ops of com.microsoft in files, and how they are read as standard ops of the intermediate representation.
 
 `lift_fused_ops` runs after a model is loaded: each fused op with constant weights becomes a constant, a
-DequantizeLinear and the op that computes with the result. `lower_fused_ops` runs before a model is emitted: a
-DequantizeLinear with `Op.fused_attrs` and its readers become fused ops. Everything between the two knows only the
-standard ops. An op that was lifted and not changed is written exactly as it was read.
+DequantizeLinear and the op that computes with the result. `lower_fused_ops` of `fused_ops_writer` does the reverse
+before a model is emitted. Everything between the two knows only the standard ops.
 """
 
 from __future__ import annotations
@@ -11,34 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
-from graphquant.numerics import IntType, QParams, rows_per_slab
+from graphquant.ir import Model, Op, TensorRef, Use, fully_known_shape
+from graphquant.numerics import rows_per_slab
 from graphquant.qdq import (
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
     FOLDED_FORM,
     LAYER_WEIGHT_SLOTS,
-    MIN_GATHER_BLOCK_SIZE,
-    FusedForm,
-    PackedWeight,
-    fused_op_type,
-    is_dynamic_lstm,
-    is_dynamic_product,
-    read_qparams,
 )
 from graphquant.qdq.family import new_op
-from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, OpInfo, Shape
@@ -130,7 +121,7 @@ def _unsigned(values: Array, offset: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MatrixLayout:
+class MatrixLayout:
     """The weight of a MatMulNBits: `rows` outputs, each the sum over `columns` inputs in blocks."""
 
     rows: int
@@ -212,7 +203,7 @@ def lift_fused_ops(model: Model) -> dict[tuple[str, str], LiftedOp]:
                 )
     for record in lifted.values():
         for tensor in reversed([*record.sources]):
-            _remove_if_unread(model, tensor)
+            remove_if_unread(model, tensor)
     return lifted
 
 
@@ -234,7 +225,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     weight, scale, zero_point = lift.weight_constants(WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"uint8"})
     is_optional = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
-    layout = _MatrixLayout(
+    layout = MatrixLayout(
         rows=int(op.numeric_attr("N", 0)),
         columns=int(op.numeric_attr("K", 0)),
         bits=bits,
@@ -258,7 +249,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
 
 def _lift_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
-    graph, is_given = lift.graph, [slot is not None for slot in (*lift.slots, *[None] * BIAS_SLOT)]
+    is_given = [slot is not None for slot in (*lift.slots, *[None] * BIAS_SLOT)]
     weight, scale, zero_point = lift.weight_constants(
         WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
     )
@@ -274,20 +265,10 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
     inputs = tuple(slot for slot in lift.slots[WEIGHT_SLOT:DYNAMIC_BIAS_SLOT] if slot is not None)
     key = (DYNAMIC_FORM, *inputs)
     if key not in lift.shared:
-        dequantize = new_op(
-            graph,
-            _dequantized_name(lift.op, scale),
-            scale.outputs[0].dtype,
-            shape,
-            kind="dequantize",
-            type="DequantizeLinear",
-            roles=("input", "scale", "zero_point"),
-            attrs={"axis": 1} if sizes else {},
-            rule=lift.op.rule,
-            anchor=lift.op.anchor,
-            fused_attrs={"form": DYNAMIC_FORM},
+        attrs = {"axis": 1} if sizes else {}
+        lift.shared[key] = _add_dequantize(
+            lift, scale, scale.outputs[0].dtype, shape, inputs, attrs, {"form": DYNAMIC_FORM}
         )
-        lift.shared[key] = graph.add_op(dequantize, inputs)
     return _lift_product(lift, lift.shared[key], DYNAMIC_BIAS_SLOT)
 
 
@@ -304,14 +285,14 @@ def _lift_lstm(lift: _Lift) -> list[str]:
         directions, columns, gates = shape
         if min(shape) < 1 or {_size(scale), _size(zero_point)} - {directions, directions * gates}:
             return []
-        steps, zeros = (_value(each).reshape(directions, -1) for each in (scale, zero_point))
+        steps, zeros = (constant_value(each).reshape(directions, -1) for each in (scale, zero_point))
         attrs: dict[str, Any] = {"axis": 2, "block_size": columns}
         sizes: tuple[int, ...] = (directions, gates, 1)
         if (steps == steps[:1]).all() and (zeros == zeros[:1]).all():  # one direction, or equal ones
             attrs, sizes = ({"axis": 1}, (gates,)) if steps.shape[1] > 1 else ({}, ())
-        dtype = _numpy_dtype(data.outputs[0].dtype or "")
+        dtype = numpy_dtype(data.outputs[0].dtype or "")
         count = math.prod(sizes)
-        values = partial(lambda constant: np.ascontiguousarray(_value(constant).swapaxes(1, 2)), data)
+        values = partial(lambda constant: np.ascontiguousarray(constant_value(constant).swapaxes(1, 2)), data)
         scales, zero_points = (
             np.broadcast_to(each, (directions, gates)).reshape(-1)[:count].reshape(sizes) for each in (steps, zeros)
         )
@@ -357,13 +338,13 @@ def _lift_moe(lift: _Lift) -> list[str]:
         ):
             return []
         experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
-        layout = _MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
+        layout = MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
         is_misfit = zero_point is not None and _size(zero_point) != layout.zero_point_bytes
         if is_misfit or columns % block or not columns or _size(scale) != layout.rows * layout.blocks:
             return []
         offset = 0 if zero_point is not None else 1 << (bits - 1)
         type_name = f"{'u' if zero_point is not None else ''}int{max(bits, 4)}"
-        dtype, sizes, full = _numpy_dtype(type_name), (experts, rows, columns // block), (experts, rows, columns)
+        dtype, sizes, full = numpy_dtype(type_name), (experts, rows, columns // block), (experts, rows, columns)
         constants: list[_LayerConstant] = [
             (data, type_name, full, partial(_unpack_experts, layout, data, dtype, offset, full)),
             (scale, scale.outputs[0].dtype or "float32", sizes, partial(_reshaped_value, scale, sizes)),
@@ -379,16 +360,14 @@ def _lift_moe(lift: _Lift) -> list[str]:
     return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, weights)
 
 
-def _unpack_experts(
-    layout: _MatrixLayout, data: Op, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]
-) -> Array:
-    return layout.unpack(partial(_value, data), dtype, offset).reshape(shape)
+def _unpack_experts(layout: MatrixLayout, data: Op, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
+    return layout.unpack(partial(constant_value, data), dtype, offset).reshape(shape)
 
 
 def _unpack_expert_zero_points(
-    layout: _MatrixLayout, zero_point: Op, dtype: np.dtype[Any], shape: tuple[int, ...]
+    layout: MatrixLayout, zero_point: Op, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Array:
-    return layout.unpack_zero_points(_value(zero_point)).astype(dtype).reshape(shape)
+    return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shape)
 
 
 _LayerConstant = tuple[Op, str, tuple[int, ...], Callable[[], "Array"]]
@@ -409,22 +388,39 @@ def _add_lifted_layer_weight(lift: _Lift, number: int, weight: _LayerWeight) -> 
     graph, op, (_, scale_dtype, *_) = lift.graph, lift.op, constants[1]
     inputs = []
     for constant, dtype, shape, read_value in constants:
-        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
-        inputs.append(graph.add_op(new_op(graph, _unpacked_name(constant), dtype, shape, **fields)))
-    dequantize = new_op(
-        graph,
-        _dequantized_name(op, constants[1][0]),
-        scale_dtype,
-        constants[0][2],
-        kind="dequantize",
-        type="DequantizeLinear",
-        roles=("input", "scale", "zero_point"),
-        attrs=attrs,
-        rule=(op.rule.splitlines() or [""])[min(number, op.rule.count("\n"))],
-        anchor=(op.anchor.splitlines() or [""])[min(number, op.anchor.count("\n"))],
-        fused_attrs=fused_attrs,
+        inputs.append(add_constant(graph, _unpacked_name(constant), dtype, shape, read_value))
+    marks = {
+        name: (text.splitlines() or [""])[min(number, text.count("\n"))]
+        for name, text in (("rule", op.rule), ("anchor", op.anchor))
+    }
+    dequantized = _add_dequantize(
+        lift, constants[1][0], scale_dtype, constants[0][2], inputs, attrs, fused_attrs, **marks
     )
-    return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
+    return lift.shared.setdefault(key, dequantized)
+
+
+def _add_dequantize(
+    lift: _Lift,
+    scale: Op,
+    dtype: str | None,
+    shape: Shape,
+    inputs: Sequence[TensorRef],
+    attrs: Mapping[str, Any],
+    fused_attrs: Mapping[str, Any],
+    **marks: str,
+) -> TensorRef:
+    """Add a DequantizeLinear with the rule and anchor of the fused op, unless `marks` has others; return its tensor."""
+    fields: dict[str, Any] = {
+        "kind": "dequantize",
+        "type": "DequantizeLinear",
+        "roles": ("input", "scale", "zero_point"),
+        "attrs": attrs,
+        "fused_attrs": fused_attrs,
+        "rule": lift.op.rule,
+        "anchor": lift.op.anchor,
+        **marks,
+    }
+    return lift.graph.add_op(new_op(lift.graph, _dequantized_name(lift.op, scale), dtype, shape, **fields), inputs)
 
 
 def _replace_layer(
@@ -444,7 +440,7 @@ def _replace_layer(
         names.append(dequantized.op)
     fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
     plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
-    _replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
+    replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
     return [*dict.fromkeys(names), lift.op.name]
 
 
@@ -457,17 +453,17 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
     if bias is None:
-        _replace_op(graph, replace(op, **product, **plain), inputs)
+        replace_op(graph, replace(op, **product, **plain), inputs)
         return [dequantized.op, op.name]
     source = graph.add_op(new_op(graph, f"{op.name}/product", output.dtype, output.shape, **product), inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    _replace_op(graph, replace(op, **add, **plain), [source, bias])
+    replace_op(graph, replace(op, **add, **plain), [source, bias])
     return [dequantized.op, source.op, op.name]
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
     """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
-    op, graph = lift.op, lift.graph
+    op = lift.op
     weight, scale, zero_point = lift.weight_constants(0, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int4", "uint4", "uint8"})
     given = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
@@ -482,21 +478,11 @@ def _lift_gather(lift: _Lift) -> list[str]:
         return []
     key = (*lift.slots[:1], *lift.slots[2:], axis, block)
     if key not in lift.shared:
-        scale_output = scale.outputs[0]
-        dequantize = new_op(
-            graph,
-            _dequantized_name(op, scale),
-            scale_output.dtype,
-            shape,
-            kind="dequantize",
-            type="DequantizeLinear",
-            roles=("input", "scale", "zero_point"),
-            attrs={"axis": axis, "block_size": block},
-            rule=op.rule,
-            anchor=op.anchor,
-            fused_attrs={"form": "packed"},
+        attrs = {"axis": axis, "block_size": block}
+        inputs = [tensor for tensor in (lift.slots[0], lift.slots[2], given) if tensor is not None]
+        lift.shared[key] = _add_dequantize(
+            lift, scale, scale.outputs[0].dtype, shape, inputs, attrs, {"form": "packed"}
         )
-        lift.shared[key] = graph.add_op(dequantize, [lift.slots[0], lift.slots[2], *filter(None, [given])])
     return _replace_gather(lift, lift.shared[key])
 
 
@@ -509,7 +495,7 @@ def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | Non
     if not is_row or bits not in {2, 4, 8} or shape is None or len(shape) != 2:  # noqa: PLR2004  # rows and bytes
         return []
     rows, columns = shape[0], shape[1] * BITS_PER_BYTE // bits
-    layout = _MatrixLayout(rows=rows, columns=columns, bits=bits, block=block, transposed=False)
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=block, transposed=False)
     is_misfit = zero_point is not None and _size(zero_point) != layout.zero_point_bytes
     if is_misfit or blocks != (rows, layout.blocks):
         return []
@@ -522,11 +508,11 @@ def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
     attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
     plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": ""}
-    _replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
+    replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
     return [dequantized.op, op.name]
 
 
-def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
+def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
     """Add the constants of a packed matrix in the standard layout and their DequantizeLinear, once for equal ones."""
     op, graph = lift.op, lift.graph
     level = int(op.numeric_attr("accuracy_level", 0))
@@ -536,7 +522,7 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
     # Without zero points, integers are stored with the middle of their range added.
     offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
     type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
-    dtype = _numpy_dtype(type_name)
+    dtype = numpy_dtype(type_name)
     shapes: tuple[tuple[int, ...], ...] = (layout.rows, layout.columns), (layout.rows, layout.blocks)
     attrs = {"axis": int(not layout.transposed), "block_size": layout.block}
     if layout.transposed:
@@ -544,48 +530,24 @@ def _add_lifted_weight(lift: _Lift, layout: _MatrixLayout, weight: Op, scale: Op
     elif layout.blocks == 1 and layout.bits == BITS_PER_BYTE:  # a scale per row of a table
         shapes, attrs = (shapes[0], (layout.rows,)), {"axis": 0}
 
-    def add_constant(name: str, dtype_name: str, shape: tuple[int, ...], read_value: Callable[[], Array]) -> TensorRef:
-        constant = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
-        return graph.add_op(new_op(graph, name, dtype_name, shape, **constant))
+    def read_scales() -> Array:
+        return layout.unpack_blocks(constant_value(scale)).reshape(shapes[1])
 
-    scale_dtype = scale.outputs[0].dtype or "float32"
+    def read_zero_points(zero_point: Op) -> Array:
+        return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shapes[1])
+
+    scale_dtype, read_weight = scale.outputs[0].dtype or "float32", partial(constant_value, weight)
+    unpack_weight = partial(layout.unpack, read_weight, dtype, offset)
     inputs = [
-        add_constant(
-            _unpacked_name(weight),
-            type_name,
-            shapes[0],
-            partial(layout.unpack, partial(_value, weight), dtype, offset),
-        ),
-        add_constant(
-            _unpacked_name(scale),
-            scale_dtype,
-            shapes[1],
-            lambda: layout.unpack_blocks(_value(scale)).reshape(shapes[1]),
-        ),
+        add_constant(graph, _unpacked_name(weight), type_name, shapes[0], unpack_weight),
+        add_constant(graph, _unpacked_name(scale), scale_dtype, shapes[1], read_scales),
     ]
     if zero_point is not None:
-        inputs.append(
-            add_constant(
-                _unpacked_name(zero_point),
-                type_name,
-                shapes[1],
-                lambda: layout.unpack_zero_points(_value(zero_point)).astype(dtype).reshape(shapes[1]),
-            )
-        )
-    dequantize = new_op(
-        graph,
-        _dequantized_name(op, scale),
-        scale_dtype,
-        shapes[0],
-        kind="dequantize",
-        type="DequantizeLinear",
-        roles=("input", "scale", "zero_point"),
-        attrs=attrs,
-        rule=op.rule,
-        anchor=op.anchor,
-        fused_attrs={"form": "packed", "bits": layout.bits, "accuracy_level": level},
-    )
-    return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
+        name, read_value = _unpacked_name(zero_point), partial(read_zero_points, zero_point)
+        inputs.append(add_constant(graph, name, type_name, shapes[1], read_value))
+    fused_attrs = {"form": "packed", "bits": layout.bits, "accuracy_level": level}
+    dequantized = _add_dequantize(lift, scale, scale_dtype, shapes[0], inputs, attrs, fused_attrs)
+    return lift.shared.setdefault(key, dequantized)
 
 
 def _lift_folded(lift: _Lift) -> list[str]:
@@ -624,15 +586,14 @@ def _lift_folded(lift: _Lift) -> list[str]:
     if layout is None:
         return []
     attrs, sizes, stored_shape, shape = layout
-    dtype, scale_dtype = _numpy_dtype(data.outputs[0].dtype), _numpy_dtype(scale_output.dtype)
+    dtype, scale_dtype = numpy_dtype(data.outputs[0].dtype), numpy_dtype(scale_output.dtype)
 
     def add(constant: Op, dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorRef:
         def read_value() -> Array:
-            value = _value(constant).reshape(stored_shape if constant is data else shape)
+            value = constant_value(constant).reshape(stored_shape if constant is data else shape)
             return np.ascontiguousarray(value[tuple(map(slice, shape))]).astype(dtype, copy=False)
 
-        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
-        return graph.add_op(new_op(graph, _unpacked_name(constant), dtype.name, shape, **fields))
+        return add_constant(graph, _unpacked_name(constant), dtype.name, shape, read_value)
 
     inputs = [add(data, dtype, shape) if "Reshape" in links else source, add(scale, scale_dtype, sizes)]
     inputs += [add(zero_point, dtype, sizes)] if zero_point is not None else []
@@ -640,7 +601,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
     fused_attrs = {"form": FOLDED_FORM}
     output = replace(op.outputs[0], dtype=scale_dtype.name, shape=shape)
     changes: dict[str, Any] = {**dequantize, "attrs": attrs, "outputs": (output,), "fused_attrs": fused_attrs}
-    _replace_op(graph, replace(op, source=None, **changes), inputs)
+    replace_op(graph, replace(op, source=None, **changes), inputs)
     return [op.name]
 
 
@@ -698,7 +659,15 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
 }
 
 
-def _value(constant: Op) -> Array:
+def add_constant(
+    graph: Graph, name: str, dtype: str | None, shape: Shape | None, read_value: Callable[[], Array], **fields: Any
+) -> TensorRef:
+    """Add a constant whose value is read when it is needed, with other `fields` of its op; return its tensor."""
+    constant: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
+    return graph.add_op(new_op(graph, name, dtype, shape, **constant, **fields))
+
+
+def constant_value(constant: Op) -> Array:
     """Return the value of a constant."""
     if constant.read_value is None:
         raise InternalError(f"{constant.name!r} has no value.")
@@ -706,16 +675,16 @@ def _value(constant: Op) -> Array:
 
 
 def _reshaped_value(constant: Op, shape: tuple[int, ...]) -> Array:
-    return _value(constant).reshape(shape)
+    return constant_value(constant).reshape(shape)
 
 
 def _integers(constant: Op | None) -> list[int] | None:
     """Return the values of a constant list of integers; None for anything else."""
-    value = None if constant is None else _value(constant)
+    value = None if constant is None else constant_value(constant)
     return value.tolist() if value is not None and value.ndim == 1 and value.dtype.kind == "i" else None
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of a name, also of types of 4 bits."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
@@ -738,455 +707,7 @@ def _size(constant: Op) -> int:
     return 0 if shape is None else math.prod(shape)
 
 
-# From standard ops to fused ops
-
-
-@cache
-def supports_fused_form(form: FusedForm) -> bool:
-    """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
-    if form.op_type in {DYNAMIC_PRODUCT, DYNAMIC_LSTM}:  # all releases have them
-        return True
-    import onnxruntime  # imported when needed, so that models are read without it
-
-    from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RUNTIME_ERRORS, open_inference_session
-
-    bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
-    narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits
-    scale: Array = np.ones((1, 1), np.float32)
-    attrs: dict[str, Any] = {"domain": MICROSOFT_DOMAIN, "block_size": 16}
-    if form.op_type == "MatMulNBits":
-        inputs, data, weight = ["data", "weight", "scale"], rows, np.zeros((1, 1, 2 * bits), np.uint8)
-        attrs |= {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
-        scale = scale[0]
-    elif form.op_type == "GatherBlockQuantized":
-        inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
-        attrs |= {"gather_axis": 0, "quantize_axis": 1}
-        if bits == BITS_PER_BYTE:  # release 1.22 reads tensors of 4 bits only
-            weight, attrs = weight.view(np.uint8), attrs | {"bits": bits}
-    elif form.op_type == "QMoE":  # 16 experts of 16 rows, so that the data fits as the scores too
-        inputs, data = ["data", "data", "weight", "scale", "", "weight", "scale"], rows
-        weight, scale = np.zeros((16, 16, 2 * bits), np.uint8), np.ones((16, 16, 1), np.float32)
-        attrs |= {"expert_weight_bits": bits, "k": 1, "accuracy_level": level}
-    else:
-        inputs, data, weight, attrs = ["weight"], rows, narrow, {"to": TensorProto.FLOAT}
-    node = helper.make_node(form.op_type or "Cast", inputs, ["result"], **attrs)
-    input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
-    output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
-    constants = [numpy_helper.from_array(value, name) for value, name in ((weight, "weight"), (scale, "scale"))]
-    opsets = [helper.make_opsetid("", OPSET_BLOCKS), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
-    graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
-    message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = FATAL_LOG_LEVEL
-    try:
-        open_inference_session(message.SerializeToString(), options).run(None, {"data": data})
-    except RUNTIME_ERRORS:
-        return False
-    return True
-
-
-def lower_fused_ops(model: Model) -> Model:
-    """Return a copy of the model in which fused ops replace their standard form; the model itself if it has none."""
-    marked = [
-        (graph.name, op.name) for graph in model.graphs.values() for op in graph.ops() if op.fused_attrs is not None
-    ]
-    if not marked:
-        return model
-    lowered = replace(model.copy(), provenance=model.provenance, original_model=model.original_model)
-    for (graph_name, _), record in model.source.lifted.items():
-        if graph_name in lowered.graphs:
-            _restore_unchanged(lowered, lowered.graphs[graph_name], record)
-    parameters, layer_constants = Parameters(lowered), dict[TensorRef, list[TensorRef | None]]()
-    for graph_name, name in marked:
-        graph = lowered.graphs[graph_name]
-        if name in graph and (graph.op(name).fused_attrs or {}).get("form") == FOLDED_FORM:
-            _fold(lowered, graph, graph.op(name), parameters)
-        elif name in graph:
-            _lower_readers(lowered, graph, graph.op(name), parameters, layer_constants)
-    return lowered
-
-
-def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
-    """Restore a lifted op if the ops in its place did not change."""
-    for op, slots in record.replacements:
-        if op.name not in graph or graph.op(op.name) is not op or tuple(graph.slots(op.name)) != slots:
-            return
-    for tensor, (op, slots) in record.sources.items():
-        home = model.graphs[tensor.graph]
-        if tensor.op not in home:
-            home.add_op(op, slots)
-        elif home.op(tensor.op) is not op:
-            return
-    replaced = [slot for _, slots in record.replacements for slot in slots if slot is not None]
-    _replace_op(graph, record.op, record.slots)
-    graph.rerouted_uses.difference_update(Use(graph.name, record.op.name, slot) for slot in range(len(record.slots)))
-    for op, _ in reversed(record.replacements[:-1]):
-        _remove_if_unread(model, TensorRef(graph.name, op.name))
-    for tensor in replaced:
-        if tensor.op in model.graphs[tensor.graph] and model.op(tensor).kind == "constant":
-            _remove_if_unread(model, tensor)
-
-
-def _packed_weight(graph: Graph, dequantize: Op, params: QParams) -> PackedWeight:
-    """Return the properties of the weight of a DequantizeLinear."""
-    bits, data = (dequantize.fused_attrs or {}).get("bits"), graph.slots(dequantize.name)[0]
-    return PackedWeight(
-        type=params.type if bits is None else IntType(int(bits), signed=params.type.signed),
-        axis=params.axis,
-        block=params.block,
-        shape=None if data is None else graph.output(data).shape,
-    )
-
-
-def _lower_readers(
-    model: Model,
-    graph: Graph,
-    dequantize: Op,
-    parameters: Parameters,
-    layer_constants: dict[TensorRef, list[TensorRef | None]],
-) -> None:
-    """Replace the readers of a dequantized weight that have a fused form, and the weight if no other op reads it.
-
-    `layer_constants` has the constants of weights of an LSTM or MoE by the dequantized weight, and gets new ones.
-    """
-    data, scale, zero_point = [*graph.slots(dequantize.name), None][:3]
-    params = read_qparams(graph, dequantize, parameters)
-    if data is None or scale is None or not isinstance(params, QParams):
-        return
-    attrs, weight = dequantize.fused_attrs or {}, _packed_weight(graph, dequantize, params)
-    packed: dict[str, list[TensorRef | None]] = {}
-    transposed: list[TensorRef] = []
-    for use in graph.consumers(TensorRef(graph.name, dequantize.name)):
-        consumer = graph.op(use.op) if use.graph == graph.name and use.op in graph else None
-        if consumer is not None and consumer.type in LAYER_WEIGHT_SLOTS:
-            if not _lower_layer(model, graph, consumer, attrs, parameters, layer_constants):
-                _fold(model, graph, dequantize, parameters)
-                return
-            continue
-        if consumer is not None and attrs.get("form") == DYNAMIC_FORM:
-            _lower_dynamic_product(model, graph, dequantize, use, weight, transposed)
-            continue
-        op_type = "" if consumer is None else fused_op_type(graph, consumer, use.slot, weight)
-        if consumer is None or not op_type:
-            continue
-        slots = graph.slots(consumer.name)
-        fused_attrs: dict[str, Any] = {"block_size": params.block, "bits": weight.bits}
-        if op_type == "MatMulNBits":
-            layout = _matrix_layout(weight)
-            packed[op_type] = packed.get(op_type) or _add_packed_weight(graph, dequantize, layout, params, model)
-            inputs = [slots[0], *packed[op_type]]
-            if bias := next(iter(slots[2:]), None):
-                inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), bias]
-            fused_attrs |= {"K": layout.columns, "N": layout.rows, "accuracy_level": attrs.get("accuracy_level", 0)}
-        else:
-            constants = [data, scale, zero_point]
-            fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
-            if weight.bits == BITS_PER_BYTE:
-                layout = _table_layout(weight)
-                fused_attrs |= {"block_size": layout.block, "quantize_axis": 1, "bits": weight.bits}
-                packed[op_type] = packed.get(op_type) or _add_packed_weight(
-                    graph, dequantize, layout, params, model, sizes=(layout.rows,)
-                )
-                constants = packed[op_type]
-            inputs = [constants[0], slots[1], *filter(None, constants[1:])]
-        _replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
-    _remove_with_constants(model, TensorRef(graph.name, dequantize.name))
-
-
-def _lower_layer(
-    model: Model,
-    graph: Graph,
-    layer: Op,
-    attrs: Mapping[str, Any],
-    parameters: Parameters,
-    constants: dict[TensorRef, list[TensorRef | None]],
-) -> bool:
-    """Replace an LSTM or MoE by its fused op if it reads all its weights as dequantized ones of one form."""
-    slots, weights = graph.slots(layer.name), dict[int, tuple[Op, PackedWeight, QParams]]()
-    for slot in LAYER_WEIGHT_SLOTS[layer.type]:
-        tensor = next(iter(slots[slot:]), None)
-        if tensor is None:
-            continue
-        op = model.op(tensor)
-        params = read_qparams(graph, op, parameters) if op.fused_attrs and tensor.graph == graph.name else None
-        if not isinstance(params, QParams) or (op.fused_attrs or {}).get("form") != attrs.get("form"):
-            return False
-        weight = _packed_weight(graph, op, params)
-        is_fused = fused_op_type(graph, layer, slot, weight) or is_dynamic_lstm(layer, slot, weight)
-        if not is_fused:
-            return False
-        weights[slot] = op, weight, params
-    for slot, (op, weight, params) in weights.items():
-        if slots[slot] not in constants:
-            add = _add_experts if layer.kind == "moe" else _add_gates
-            constants[TensorRef(graph.name, op.name)] = add(model, graph, op, weight, params)
-    sources = {slot: TensorRef(graph.name, op.name) for slot, (op, *_) in weights.items()}
-    inputs = _fused_layer_inputs(layer, slots, {slot: constants[tensor] for slot, tensor in sources.items()})
-    first, weight, _ = next(iter(weights.values()))
-    rules, anchors = ("\n".join(getattr(op, key) for op, *_ in weights.values()) for key in ("rule", "anchor"))
-    marks = replace(first, rule=rules.strip(), anchor=anchors.strip())
-    fused_attrs = {name: value for name, value in layer.attrs.items() if name != "layout"}
-    if layer.kind == "moe":
-        # Releases before 1.31 have no accuracy level, and compute QMoE in up to 20 times the time of MoE.
-        level = attrs.get("accuracy_level", 0)
-        fused_attrs |= {"expert_weight_bits": weight.bits, "block_size": weight.block, "accuracy_level": level}
-    op_type = "QMoE" if layer.kind == "moe" else DYNAMIC_LSTM
-    _replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
-    for tensor in sources.values():
-        _remove_with_constants(model, tensor)
-    return True
-
-
-def _fused_layer_inputs(
-    layer: Op, slots: Sequence[TensorRef | None], constants: Mapping[int, list[TensorRef | None]]
-) -> list[TensorRef | None]:
-    """Return the inputs of a fused LSTM or MoE. `constants` has data, scale and zero point by the slot of a weight."""
-    if layer.kind != "moe":
-        inputs = [*slots, *[None] * (LSTM_SLOTS - len(slots))]
-        for slot, (data, *_) in constants.items():
-            inputs[slot] = data
-        return [*inputs, *(tensor for _, *scales in constants.values() for tensor in scales)]
-    padded = [*slots, *[None] * (MOE_FIRST_WEIGHT + 2 * MOE_WEIGHTS)]
-    weights = {slot: [*constants.get(slot, []), None, None, None][:3] for slot in LAYER_WEIGHT_SLOTS[layer.type]}
-    inputs = [*padded[:MOE_FIRST_WEIGHT], *(t for i, (d, s, _) in weights.items() for t in (d, s, padded[i + 1]))]
-    inputs += [zero_point for *_, zero_point in weights.values()]
-    while inputs[-1] is None:
-        inputs.pop()
-    return inputs
-
-
-def _add_experts(
-    model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
-) -> list[TensorRef | None]:
-    """Add the packed weight of a QMoE, its scales and zero points."""
-    sizes = tuple(size or 0 for size in weight.shape or ())[:-1]
-    return _add_packed_weight(graph, dequantize, _matrix_layout(weight), params, model, sizes=sizes)
-
-
-def _add_gates(
-    model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
-) -> list[TensorRef | None]:
-    """Add a weight of a DynamicQuantizeLSTM, (directions, columns, gates), its scales and zero points.
-
-    Both are (directions,) or (directions, gates).
-    """
-    directions, gates, columns = weight.shape or ()
-    sizes: tuple[int, ...] = (directions or 0,) if params.axis is None else (directions or 0, gates or 0)
-    data, scale = graph.slots(dequantize.name)[:2]
-    if data is None or scale is None:
-        raise InternalError(f"{dequantize.name!r} has no scale.")
-    read_data = partial(_value, model.op(data))
-    dtype = graph.output(data).dtype or ""
-
-    def add(name: str, dtype_name: str | None, shape: Shape, read_value: Callable[[], Array]) -> TensorRef:
-        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
-        return graph.add_op(new_op(graph, f"{name}{PACKED_SUFFIX}", dtype_name, shape, read_value=read_value, **fields))
-
-    def expand(values: Array) -> Array:
-        return np.ascontiguousarray(np.broadcast_to(values.reshape(values.shape[:2]), sizes))
-
-    return [
-        add(data.op, dtype, (directions, columns, gates), lambda: read_data().swapaxes(1, 2).copy()),
-        add(scale.op, graph.output(scale).dtype, sizes, lambda: expand(params.scale)),
-        add(f"{dequantize.name}/zero_point", dtype, sizes, lambda: expand(params.zero_point.astype(dtype))),
-    ]
-
-
-def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) -> Op:
-    """Return the fused op with the name and output of `op`."""
-    return replace(
-        op,
-        kind="integer",
-        type=op_type,
-        domain=MICROSOFT_DOMAIN,
-        roles=("input",),
-        channel_axis=None,
-        attrs=attrs,
-        source=None,
-        rule=dequantize.rule,
-        anchor=dequantize.anchor,
-    )
-
-
-def _lower_dynamic_product(
-    model: Model, graph: Graph, dequantize: Op, use: Use, weight: PackedWeight, transposed: list[TensorRef]
-) -> None:
-    """Replace a MatMul or Gemm, and the Add of its bias, by DynamicQuantizeMatMul if possible.
-
-    `transposed` has the transposed weight if a Gemm needed it before, and gets it otherwise.
-    """
-    product = graph.op(use.op)
-    if not is_dynamic_product(graph, product, use.slot, weight):
-        return
-    source, _, *bias = graph.slots(product.name)
-    constants = [tensor for tensor in graph.slots(dequantize.name) if tensor is not None]
-    if product.numeric_attr("transB", 0):
-        transposed[:] = transposed or [_transposed_constant(model, graph, constants[0])]
-        constants = [*transposed, *constants[1:]]
-    result, columns = product, graph.output(constants[0]).shape[-1:]
-    readers = graph.consumers(TensorRef(graph.name, product.name))
-    reads_once = not bias and len(readers) == 1 and readers[0].graph == graph.name
-    if reads_once and graph.op(readers[0].op).type == "Add":
-        add = graph.op(readers[0].op)
-        addend = graph.slots(add.name)[1 - readers[0].slot]
-        if addend is not None and model.op(addend).kind == "constant" and graph.output(addend).shape == columns:
-            result, bias = add, [addend]
-    inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
-    _replace_op(graph, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
-    if result is not product:
-        graph.remove_op(product.name)
-
-
-def _transposed_constant(model: Model, graph: Graph, tensor: TensorRef) -> TensorRef:
-    """Return a new constant with the transposed value of a matrix."""
-    read_value = partial(_value, model.op(tensor))
-    fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": model.op(tensor).rule}
-    output = model.output(tensor)
-    fields["read_value"] = lambda: np.ascontiguousarray(read_value().T)
-    shape = None if output.shape is None else output.shape[::-1]
-    return graph.add_op(new_op(graph, f"{tensor.op}/transposed", output.dtype, shape, **fields))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FoldedOps:
-    """Adds the ops that replace a DequantizeLinear."""
-
-    model: Model
-    graph: Graph
-    dequantize: Op
-
-    def add(self, op_type: str, suffix: str, inputs: Sequence[TensorRef], shape: Shape, **attrs: Any) -> TensorRef:
-        """Add an op with the type of the dequantized tensor."""
-        fields: dict[str, Any] = {"kind": op_type.lower(), "type": op_type, "attrs": attrs}
-        return self._add(f"{self.dequantize.name}{suffix}", self.dequantize.outputs[0].dtype, shape, inputs, **fields)
-
-    def add_sizes(self, name: str, sizes: Sequence[int]) -> TensorRef:
-        """Add a constant of sizes or axes."""
-        values = np.array(sizes, np.int64)
-        return self._add_constant(f"{self.dequantize.name}/{name}", "int64", values.shape, values.view)
-
-    def reshape_constant(
-        self, source: TensorRef, dtype: str | None, shape: tuple[int, ...], padded: tuple[int, ...]
-    ) -> TensorRef:
-        """Add a constant with the values of another one, with zeros to the shape `padded`, as `dtype` and `shape`."""
-        constant = self.model.op(source)
-
-        def read_value() -> Array:
-            value = _value(constant)
-            if math.prod(shape) > value.size:
-                value = np.pad(value, [(0, whole - size) for size, whole in zip(value.shape, padded, strict=True)])
-            return value.reshape(shape).astype(_numpy_dtype(dtype or ""), copy=False)
-
-        return self._add_constant(f"{source.op}{PACKED_SUFFIX}", dtype, shape, read_value)
-
-    def _add_constant(self, name: str, dtype: str | None, shape: Shape, read_value: Callable[[], Array]) -> TensorRef:
-        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "read_value": read_value}
-        return self._add(name, dtype, shape, (), **fields)
-
-    def _add(self, name: str, dtype: str | None, shape: Shape, inputs: Sequence[TensorRef], **fields: Any) -> TensorRef:
-        op = new_op(self.graph, name, dtype, shape, rule=self.dequantize.rule, anchor=self.dequantize.anchor, **fields)
-        return self.graph.add_op(op, inputs)
-
-
-def _fold(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:
-    """Replace a DequantizeLinear by Cast, Sub, Mul and, for blocks, Reshape; by a Slice for a partial last block."""
-    sources = [tensor for tensor in graph.slots(dequantize.name) if tensor is not None]
-    data, scale, *zero_point = sources
-    params, dtype = read_qparams(graph, dequantize, parameters), dequantize.outputs[0].dtype or ""
-    shape = fully_known_shape(graph.output(data).shape)
-    if not isinstance(params, QParams) or shape is None or model.op(data).read_value is None:
-        return
-    ops, axis = _FoldedOps(model=model, graph=graph, dequantize=dequantize), params.axis or 0
-    blocks, sizes = _folded_shapes(shape, params)
-    padded = shape if blocks == shape else (*blocks[:axis], blocks[axis] * blocks[axis + 1], *blocks[axis + 2 :])
-    if blocks != shape:
-        data = ops.reshape_constant(data, graph.output(data).dtype, blocks, padded)
-    values = ops.add("Cast", "/cast", [data], blocks, to=DTYPE_CODES[dtype])
-    if zero_point and params.zero_point.any():
-        values = ops.add("Sub", "/sub", [values, ops.reshape_constant(zero_point[0], dtype, sizes, sizes)], blocks)
-    last, inputs = "Mul", [values, ops.reshape_constant(scale, dtype, sizes, sizes)]
-    if blocks != shape:
-        values = ops.add("Mul", "/blocks", inputs, blocks)
-        last, inputs = "Reshape", [values, ops.add_sizes("shape", padded)]
-    if padded != shape:
-        values = ops.add("Reshape", "/padded", inputs, padded)
-        ends = [ops.add_sizes(name, [value]) for name, value in (("start", 0), ("end", shape[axis]), ("axis", axis))]
-        last, inputs = "Slice", [values, *ends]
-    changes: dict[str, Any] = {"kind": last.lower(), "type": last, "domain": "", "roles": ("input",), "attrs": {}}
-    _replace_op(graph, replace(dequantize, **changes, fused_attrs=None), inputs)
-    for tensor in sources:
-        _remove_if_unread(model, tensor)
-
-
-def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a weight with an axis for its blocks, and that of scales which broadcast to it."""
-    axis = params.axis
-    if axis is None:
-        return shape, (1,) * len(shape)
-    if params.block is None:
-        return shape, tuple(size if i == axis else 1 for i, size in enumerate(shape))
-    count = -(-shape[axis] // params.block)
-    return (
-        (*shape[:axis], count, params.block, *shape[axis + 1 :]),
-        (*shape[:axis], count, 1, *shape[axis + 1 :]),
-    )
-
-
-def _matrix_layout(weight: PackedWeight) -> _MatrixLayout:
-    """Return the layout of a matrix, or of the rows of all experts, with blocks along the axis that is summed over."""
-    *sizes, second = (size or 0 for size in weight.shape or ())
-    first, transposed = math.prod(sizes), weight.axis == 0
-    rows, columns = (second, first) if transposed else (first, second)
-    return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
-
-
-def _table_layout(weight: PackedWeight) -> _MatrixLayout:
-    """Return the layout of the rows of a table; a scale per row is one block, which must be a power of two."""
-    rows, columns = (size or 0 for size in weight.shape or ())
-    block = weight.block or max(1 << (columns - 1).bit_length(), MIN_GATHER_BLOCK_SIZE)
-    return _MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=block, transposed=False)
-
-
-def _add_packed_weight(
-    graph: Graph, dequantize: Op, layout: _MatrixLayout, params: QParams, model: Model, *, sizes: tuple[int, ...] = ()
-) -> list[TensorRef | None]:
-    """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points.
-
-    Those of experts and of tables have the shape (*sizes, values of a row), without elements past the last column.
-    MatMulNBits reads those of a single matrix, in whole blocks.
-    """
-    data, scale, *zero_point = (tensor for tensor in graph.slots(dequantize.name) if tensor is not None)
-    offset = 1 << (layout.bits - 1) if params.type.signed else 0
-
-    def add(source: TensorRef, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> TensorRef:
-        fields: dict[str, Any] = {"kind": "constant", "type": "Constant", "roles": (), "rule": dequantize.rule}
-        if sizes:
-            shape = (*sizes, math.prod(shape) // layout.rows)
-        fields["read_value"] = lambda: read().reshape(shape)
-        return graph.add_op(new_op(graph, f"{source.op}{PACKED_SUFFIX}", dtype, shape, **fields))
-
-    read_data, read_scale = (model.op(tensor).read_value for tensor in (data, scale))
-    if read_data is None or read_scale is None:
-        raise InternalError(f"the weight {data} or its scale {scale} has no value.")
-    blob = -(-layout.block * layout.bits // BITS_PER_BYTE)
-    row_bytes = -(-layout.columns * layout.bits // BITS_PER_BYTE) if sizes else layout.blocks * blob
-    scale_dtype, count = graph.output(scale).dtype, (layout.rows * layout.blocks,)
-
-    def read_packed() -> Array:
-        return layout.pack(read_data, offset).reshape(layout.rows, -1)[:, :row_bytes]
-
-    packed_shape = (layout.rows, row_bytes) if sizes else (layout.rows, layout.blocks, blob)
-    inputs: list[TensorRef | None] = [
-        add(data, "uint8", packed_shape, read_packed),
-        add(scale, scale_dtype, count, partial(layout.pack_scales, read_scale)),
-    ]
-    if (params.zero_point + offset != 1 << (layout.bits - 1)).any():
-        zero_points = layout.pack_zero_points(params.zero_point, offset)
-        inputs.append(add(next(iter(zero_point), scale), "uint8", zero_points.shape, zero_points.view))
-    return inputs
-
-
-def _replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None:
+def replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None:
     """Replace the op of the same name and all its inputs."""
     graph.replace_op(op)
     count = max(len(inputs), len(graph.slots(op.name)))
@@ -1196,18 +717,8 @@ def _replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> Non
     graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(inputs), count))
 
 
-def _remove_with_constants(model: Model, tensor: TensorRef) -> None:
-    """Remove an op that nothing reads, and the constants that only it reads."""
-    graph = model.graphs[tensor.graph]
-    if tensor.op not in graph or graph.consumers_by_port(tensor.op):
-        return
-    constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
-    graph.remove_op(tensor.op)
-    for constant in sorted(constants):
-        _remove_if_unread(model, constant)
-
-
-def _remove_if_unread(model: Model, tensor: TensorRef) -> None:
+def remove_if_unread(model: Model, tensor: TensorRef) -> None:
+    """Remove the op of a tensor if nothing reads it."""
     graph = model.graphs[tensor.graph]
     if tensor.op in graph and not graph.consumers_by_port(tensor.op):
         graph.remove_op(tensor.op)

@@ -1,4 +1,4 @@
-"""The installed release of onnxruntime: its errors, the models that crash it, its wrong products, inferred types."""
+"""The installed release of onnxruntime: its errors, models that crash it, wrong products, inferred types, fused ops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
@@ -19,9 +20,12 @@ from onnx.parser import parse_model
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.formats.onnx.tensors import DTYPE_NAMES
+from graphquant.qdq import DYNAMIC_LSTM, DYNAMIC_PRODUCT, FusedForm
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx.tensors import TypeAndShape
+    from graphquant.numerics import Array
 
 RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -172,3 +176,43 @@ def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
     expected = ((left.astype(np.int32) - 3) @ right.astype(np.int32)).astype(np.float32)  # exact below 2**24
     wrong = (rows for rows in PROBED_ROWS if np.any(session.run(None, {"left": left[:rows]})[0] != expected[:rows]))
     return next(wrong, 0)
+
+
+@cache
+def supports_fused_form(form: FusedForm) -> bool:
+    """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
+    if form.op_type in {DYNAMIC_PRODUCT, DYNAMIC_LSTM}:  # all releases have them
+        return True
+    bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
+    narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits
+    scale: Array = np.ones((1, 1), np.float32)
+    attrs: dict[str, Any] = {"domain": MICROSOFT_DOMAIN, "block_size": 16}
+    if form.op_type == "MatMulNBits":
+        inputs, data, weight = ["data", "weight", "scale"], rows, np.zeros((1, 1, 2 * bits), np.uint8)
+        attrs |= {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
+        scale = scale[0]
+    elif form.op_type == "GatherBlockQuantized":
+        inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
+        attrs |= {"gather_axis": 0, "quantize_axis": 1}
+        if bits == 8:  # noqa: PLR2004  # bits of a byte; release 1.22 reads tensors of 4 bits only
+            weight, attrs = weight.view(np.uint8), attrs | {"bits": bits}
+    elif form.op_type == "QMoE":  # 16 experts of 16 rows, so that the data fits as the scores too
+        inputs, data = ["data", "data", "weight", "scale", "", "weight", "scale"], rows
+        weight, scale = np.zeros((16, 16, 2 * bits), np.uint8), np.ones((16, 16, 1), np.float32)
+        attrs |= {"expert_weight_bits": bits, "k": 1, "accuracy_level": level}
+    else:
+        inputs, data, weight, attrs = ["weight"], rows, narrow, {"to": TensorProto.FLOAT}
+    node = helper.make_node(form.op_type or "Cast", inputs, ["result"], **attrs)
+    input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+    output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
+    constants = [numpy_helper.from_array(value, name) for value, name in ((weight, "weight"), (scale, "scale"))]
+    opsets = [helper.make_opsetid("", OPSET_BLOCKS), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
+    graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
+    message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = FATAL_LOG_LEVEL
+    try:
+        open_inference_session(message.SerializeToString(), options).run(None, {"data": data})
+    except RUNTIME_ERRORS:
+        return False
+    return True

@@ -20,7 +20,8 @@ import graphquant as gq
 from graphquant.errors import RuleError
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
-from graphquant.formats.onnx.fused_ops import pack_elements, supports_fused_form, unpack_elements
+from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
+from graphquant.formats.onnx.runtime import supports_fused_form
 from graphquant.ir import Parameters
 from graphquant.numerics import QParams
 from graphquant.qdq import FusedForm, read_qparams
@@ -317,7 +318,7 @@ def test_a_release_without_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     weights = {"w": np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)}
     onnx.save(parse("y = MatMul(x, w)", "float[n, 64] x", "float[n, 8] y", weights), tmp_path / "float.onnx")
     rules = write_rules(tmp_path / "r.toml", "int4", 'form = "packed"')
-    monkeypatch.setattr("graphquant.formats.onnx.fused_ops.supports_fused_form", lambda _form: False)
+    monkeypatch.setattr("graphquant.formats.onnx.runtime.supports_fused_form", lambda _form: False)
     plan = gq.plan(tmp_path / "float.onnx", rules=rules)
     assert plan.sites[0].scheme.family == "onnx-qdq"
 
