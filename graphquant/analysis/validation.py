@@ -398,10 +398,7 @@ def _comparison_samples(
 
 
 def _measure_scores(
-    source: tuple[Model, Runner],
-    quantized: Model,
-    outputs: Sequence[OutputFigures],
-    batches: Dataset,
+    source: tuple[Model, Runner], quantized: Model, outputs: Sequence[OutputFigures], batches: Dataset
 ) -> dict[str, float]:
     """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
     tensors: list[dict[str, TensorRef]] = []

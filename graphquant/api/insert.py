@@ -22,12 +22,7 @@ from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
 from graphquant.calibration import sites_needing_data
 from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.data.function import load_metric
-from graphquant.calibration.holdout import (
-    CalibrationData,
-    complete_model_data,
-    open_model_data,
-    open_required_labels,
-)
+from graphquant.calibration.holdout import CalibrationData, complete_model_data, open_model_data, open_required_labels
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize import Objective
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float

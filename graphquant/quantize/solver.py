@@ -36,14 +36,7 @@ from graphquant.numerics import (
     qparams_from_scale,
     round_scale_to_float16,
 )
-from graphquant.observers import (
-    EMPTY_SKETCH,
-    OBSERVERS,
-    Sketch,
-    bin_means,
-    search_block_params,
-    sketch_values,
-)
+from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, search_block_params, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
 from graphquant.quantize.saturation import limit_to_responsive

@@ -21,13 +21,7 @@ from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import Model, Op, TensorRef, Use, fully_known_shape
 from graphquant.numerics import rows_per_slab
-from graphquant.qdq import (
-    DYNAMIC_FORM,
-    DYNAMIC_LSTM,
-    DYNAMIC_PRODUCT,
-    FOLDED_FORM,
-    LAYER_WEIGHT_SLOTS,
-)
+from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 

@@ -394,10 +394,7 @@ def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, 
     if params.block is None:
         return shape, tuple(size if i == axis else 1 for i, size in enumerate(shape))
     count = -(-shape[axis] // params.block)
-    return (
-        (*shape[:axis], count, params.block, *shape[axis + 1 :]),
-        (*shape[:axis], count, 1, *shape[axis + 1 :]),
-    )
+    return ((*shape[:axis], count, params.block, *shape[axis + 1 :]), (*shape[:axis], count, 1, *shape[axis + 1 :]))
 
 
 def _matrix_layout(weight: PackedWeight) -> MatrixLayout:
