@@ -429,6 +429,20 @@ def test_batchnorm_behind_a_convolution_of_one_dimension_is_folded(tmp_path: Pat
     np.testing.assert_array_equal(float_answers(restored, samples), float_answers(model, samples))
 
 
+def test_selected_signature_of_a_frozen_model(tmp_path: Path) -> None:
+    """The model frozen with one signature accepts its name, as the command passes it, and refuses others."""
+    tf = pytest.importorskip("tensorflow")
+    module, kernel = tf.Module(), np.eye(3, dtype=np.float32)
+    module.run = tf.function(lambda x: {"y": x @ kernel}, input_signature=[tf.TensorSpec((None, 3), tf.float32, "x")])
+    tf.saved_model.save(module, str(tmp_path / "net"), signatures={"text": module.run, "image": module.run})
+    frozen = gq.freeze(gq.load(tmp_path / "net", signature="image"))
+    samples = np.random.default_rng(3).normal(size=(16, 3)).astype(np.float32)
+    result = gq.insert(frozen, signature="image", data={"x": samples}, validate=False)
+    assert convert_to_tflite(result, None).agrees
+    with pytest.raises(UsageError, match="image"):
+        gq.insert(frozen, signature="text", data={"x": samples})
+
+
 def test_outputs_behind_an_identity_n_are_int8(tmp_path: Path) -> None:
     """TensorFlow joins the outputs of a Keras model with two of them in one op."""
     tf = pytest.importorskip("tensorflow")

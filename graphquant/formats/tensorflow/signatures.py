@@ -267,7 +267,10 @@ def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bo
     Raises a UsageError if the model has no such signature.
     """
     meta = model.source.meta_graph(model.source.message)
-    known = () if meta is None else tuple(signatures_with_outputs(meta))
+    frozen = tuple(signature.name for signature in model.source.signatures)
+    if frozen and set(names) == set(frozen):  # the model was frozen with these
+        return model
+    known = frozen if meta is None else tuple(signatures_with_outputs(meta))
     for name in names:
         if name not in known:
             listed = f"Its signatures are {', '.join(map(repr, known))}" if known else "It has no signatures"
