@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
+from threading import RLock, Thread
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -207,6 +207,10 @@ def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]
     return stream
 
 
+# Python 3.11 may raise SystemError if two threads parse literals, as NumPy does with headers (CPython issue 106905).
+_HEADER_LOCK = RLock()
+
+
 def _inspect_array(
     label: str, size: int, opener: Callable[[], IO[bytes]], model_input: InputSpec, request: DataRequest
 ) -> _StoredArray:
@@ -217,7 +221,8 @@ def _inspect_array(
         version = np.lib.format.read_magic(stream)
         if version not in readers:
             raise ValueError(f"version {version} of the npy format is not supported")
-        shape, fortran_order, stored_dtype = readers[version](stream)
+        with _HEADER_LOCK:
+            shape, fortran_order, stored_dtype = readers[version](stream)
         data_offset = stream.tell()
     if stored_dtype.hasobject:
         raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")

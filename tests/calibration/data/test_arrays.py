@@ -1,10 +1,13 @@
 """Arrays as calibration data: conversion to feeds, and errors for arrays that do not fit."""
 
 import contextlib
+import gc
 import io
 import threading
+import time
 import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +58,24 @@ def test_stacked_samples(open_arrays, array, compressed: bool) -> None:
         assert len(feeds) == 4
         for i, feed in enumerate(feeds):
             assert_feed(feed, x=X[i : i + 1])
+
+
+def test_headers_are_read_in_threads(tmp_path: Path) -> None:
+    """Threads that open arrays while garbage is collected read all headers, also with Python 3.11."""
+    np.savez(tmp_path / "data.npz", x=X)
+    gc.callbacks.append(lambda *_: time.sleep(0))  # finalizers may let another thread run, too
+    thresholds = gc.get_threshold()
+    gc.set_threshold(5)
+
+    def count_samples(_: int) -> int:
+        return open_data(str(tmp_path / "data.npz"), (Spec(),), samples=None).count
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(count_samples, range(200))) == {4}
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.pop()
 
 
 def test_whole_feeds(open_arrays) -> None:
