@@ -332,3 +332,18 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     assert Path("planned.onnx").read_bytes() == Path("asked.onnx").read_bytes()
     failure = run_cli("insert", "once.onnx", "--plan", "plan.json", "--requantize", code=2)
     assert "--requantize and --algorithm create one" in failure.stderr
+
+
+def test_an_output_that_is_a_dequantized_constant(tmp_path):
+    """The output reads the constant, and the other weights are quantized again."""
+    text = """<ir_version: 8, opset_import: ["" : 13]> g (float[2,64] x) => (float[2,64] y, float[1] c)
+        <float s = {0.5}, uint8 z = {1}, uint8[1] q = {3}> { y = MatMul(x, w)  c = DequantizeLinear(q, s, z) }"""
+    message = onnx.parser.parse_model(text)
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    message.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(message, tmp_path / "source.onnx")
+    result = gq.insert(tmp_path / "source.onnx", requantize=True, rules="weight_only")
+    y, c = run_onnx(result.save(tmp_path / "result.onnx"), {"x": np.ones((2, 64), np.float32)})
+    assert len(result.inserted) == 1
+    np.testing.assert_array_equal(c, [1.0])
+    np.testing.assert_allclose(y[0], weight.sum(0), atol=0.5)

@@ -46,6 +46,7 @@ MAX_RESULT_ELEMENTS = 1 << 24
 """Maximum number of elements that one op may create from smaller constants: a hostile Expand or Tile must not fill
 memory."""
 
+MAX_OPSET = (1 << 31) - 1  # maximum that onnx's functions accept
 _SMALL_ELEMENTS = 1 << 10
 _EVALUATION_ERRORS = (
     shape_inference.InferenceError,
@@ -241,6 +242,8 @@ def model_from_message(
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
     opset = next((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), 0)
+    if not 0 <= opset <= MAX_OPSET:
+        raise ModelError(f"The model has opset {opset}, which does not exist. Export or copy the model again.")
     evaluate_op = partial(evaluate_node, message.opset_import)
     source = OnnxSource(message=message, graphs={}, folder=folder, evaluate_op=evaluate_op)
     model = Model(format="onnx", source=source, path=path, opset=opset)

@@ -791,7 +791,7 @@ def _number_nodes(emission: Emission) -> _OpLookup:
                 known[emission.renamed_tensors.get(tensor) or output.name] = tensor
         for node in proto.node:
             value = next(filter(None, node.output), "")
-            if not value:
+            if value not in known or not value:  # the emitter adds an Identity for an output that reads a constant
                 continue
             node.name = f"@{len(numbered)}@"
             numbered.append(known[value])

@@ -687,3 +687,12 @@ def test_external_data_at_no_path(tmp_path: Path, location: str) -> None:
     tensor.external_data.add(key="location", value=location)
     with pytest.raises(ModelError, match=r"external data .*'w'"):
         tensors.tensor_value(tensor, tmp_path)
+
+
+@pytest.mark.parametrize("opset", [-(1 << 63), -1, 1 << 31])
+def test_opsets_that_do_not_exist(opset: int) -> None:
+    """A damaged opset number is an error of the model."""
+    message = onnx.parser.parse_model(f"{HEAD}g (float[1] x) => (float[1] y) {{ y = Relu(x) }}")
+    message.opset_import[0].version = opset
+    with pytest.raises(ModelError, match=str(opset)):
+        model_from_message(message)
