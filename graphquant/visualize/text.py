@@ -69,9 +69,8 @@ SKIP_LABELS = {
     SkipCode.RANGE: "without a usable range",
     SkipCode.WEIGHT: "that are weights computed at run time",
     SkipCode.BIAS: "that are biases without a usable scale",
-    SkipCode.PREPARATION: "because a preparation failed",
 }
-"""Reasons of skips in the summary. Tensors that were quantized before are none."""
+"""Reasons of skips in the summary. Tensors that were quantized before, and ops that stay as they are, are none."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -194,6 +193,7 @@ def _count_lines(result: Result) -> list[RenderableType]:
             SKIP_LABELS[skip.code] for skip in result.skips if not skip.fused and skip.code in SKIP_LABELS
         ),
         "Preparation steps": Counter(step.step for step in result.plan.steps),
+        "Ops that preparation keeps": Counter(skip.rule for skip in result.skips if skip.code == SkipCode.PREPARATION),
         "Ops changed by algorithms": Counter(entry.algorithm for entry in result.algorithm_results if entry.applied),
         "Scales changed": Counter({"by the solver": len(result.changes)}),
     }
