@@ -395,7 +395,7 @@ def least_sqnr(sketch: Sketch, params: QParams) -> float:
     largest_error = max(scale / 2, low - float(sketch.low), float(sketch.high) - high)
     inner_ends = inner_bin_ends(sketch).astype(np.float64)
     power = float(np.square(inner_ends) @ sketch.counts) / int(sketch.counts.sum())
-    return 10 * math.log10(power / largest_error**2) if power else -math.inf
+    return 10 * math.log10(power) - 20 * math.log10(largest_error) if power else -math.inf
 
 
 def estimate_cost(sketch: Sketch, params: QParams) -> QuantizationCost | None:

@@ -213,7 +213,7 @@ class OnnxFamily(QDQFamily):
         scale, zero_point = (None if tensor is None else parameters.value(tensor) for tensor in references)
         if references[0] is not None and graph.graphs[references[0].graph].op(references[0].op).kind == "dequantize":
             scale = _computed_scales(graph.graphs[references[0].graph], references[0].op, parameters)
-        if scale is None or (references[1] is not None and zero_point is None):
+        if scale is None or scale.dtype.kind in "OSU" or (references[1] is not None and zero_point is None):
             return None
         dtype = _quantized_type(graph, op, data, zero_point)
         with np.errstate(over="ignore", under="ignore"):

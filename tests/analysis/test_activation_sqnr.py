@@ -1,6 +1,7 @@
 """SQNR of each quantized activation, and the warning for the lowest."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,10 @@ def test_bound_of_sqnr():
             if (scale, zero_point) == (0.03, 0):
                 assert cost.clipped == 0
                 assert cost.sqnr - bound < 6
+
+
+def test_bound_of_sqnr_with_a_huge_range():
+    """Statistics of a damaged file may have ranges whose square is no number."""
+    sketch = replace(sketch_values(np.ones(4, np.float32), bits=7), low=np.float64(-1e300))
+    params = QParams(scale=np.float32(0.1), zero_point=np.int32(0), type=parse_type("int8"))
+    assert least_sqnr(sketch, params) == pytest.approx(-6000, abs=1)

@@ -113,7 +113,7 @@ def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
     assert "folder without saved_model.pb" in refused("insert", "folder", code=3)
     text = refused("insert", "digits.onnx", code=3)
     assert "no file digits.onnx." in text
-    assert ": digits_cnn.onnx" in text
+    assert "'digits_cnn.onnx'" in text
     text = refused("inspect", "model.bin", code=3)
     assert "unknown suffix '.bin'" in text
     assert ".onnx" in text

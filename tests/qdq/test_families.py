@@ -199,14 +199,15 @@ def test_params_are_read_back(family: str, name: str, symmetric: bool) -> None:
     assert actual.zero_point == params.zero_point
 
 
-def test_a_range_of_strings_is_not_read() -> None:
-    """A damaged FakeQuant whose range is not a float has unknown params."""
+@pytest.mark.parametrize(("family", "constant"), [("fake-quant", "t/quant/max"), ("onnx-qdq", "t/quant/scale")])
+def test_a_range_of_strings_is_not_read(family: str, constant: str) -> None:
+    """A damaged op whose range or scale is not a float has unknown params."""
     params = choose_qparams(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=True)
-    graph, _ = lower_tensor("fake-quant", (2,), params)
-    damaged = dataclasses.replace(graph.op("t/quant/max"), read_value=lambda: np.array(b"", object))
+    graph, _ = lower_tensor(family, (2,), params)
+    damaged = dataclasses.replace(graph.op(constant), read_value=lambda: np.array("", object))
     graph.replace_op(damaged)
     model = Model(format="onnx", graphs={"": graph})
-    assert FAMILIES["fake-quant"].read_params(graph, graph.op("t/quant"), Parameters(model)) is None
+    assert FAMILIES[family].read_params(graph, graph.op("t/quant"), Parameters(model)) is None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from onnx import (
     ModelProto,
     NodeProto,
     TensorProto,
-    checker,
     helper,
     numpy_helper,
     parser,
@@ -35,6 +34,7 @@ from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
 from graphquant.formats.onnx.fused_ops import lift_fused_ops
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
+from graphquant.formats.onnx.shape_inference import EVALUATION_ERRORS
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
@@ -48,18 +48,6 @@ memory."""
 
 MAX_OPSET = (1 << 31) - 1  # maximum that onnx's functions accept
 _SMALL_ELEMENTS = 1 << 10
-_EVALUATION_ERRORS = (
-    shape_inference.InferenceError,
-    checker.ValidationError,
-    DecodeError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    MemoryError,
-)
 
 
 def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | None:
@@ -95,7 +83,7 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
         if max(counts, default=0) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
             return None
         return [np.asarray(result) for result in ReferenceEvaluator(model).run(None, values)]
-    except _EVALUATION_ERRORS:
+    except EVALUATION_ERRORS:
         return None
 
 

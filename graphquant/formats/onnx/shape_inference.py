@@ -206,6 +206,12 @@ INFERENCE_ERRORS: tuple[type[Exception], ...] = (
 )
 """Exceptions of onnx's shape inference, which have no common base class."""
 
+EVALUATION_ERRORS: tuple[type[Exception], ...] = (
+    *INFERENCE_ERRORS,
+    *(TypeError, LookupError, ArithmeticError, AttributeError, MemoryError),
+)
+"""Exceptions of onnx's reference implementation, which damaged nodes and tensors cause."""
+
 MAX_SHAPE_ELEMENTS = 1 << 10
 """Maximum number of elements of an integer constant that keeps its data, as it may be a shape, axes or slices."""
 
@@ -254,11 +260,12 @@ def resolve_computed_shapes(typed_message: Any) -> None:
         names = [name for name in node.input if name]
         if node.domain not in {*DEFAULT_DOMAINS, HIDDEN_DOMAIN} or not all(name in types for name in names):
             continue
-        for name, type_ in _infer_with_values(node, {name: types[name] for name in names}, values, part).items():
+        inferred = _infer_with_values(node, {name: types[name] for name in names}, values, part)
+        for name, type_ in inferred.items():
             types[name] = type_
             if type_.tensor_type.HasField("shape"):
                 (infos[name] if name in infos else graph.value_info.add(name=name)).type.CopyFrom(type_)
-        sizes = _known_sizes(types.get(node.output[0]))
+        sizes = _known_sizes(inferred.get(next(iter(node.output), "")))  # a declared size may be wrong
         if node.op_type in _SHAPE_ARITHMETIC and sizes is not None and math.prod(sizes) <= MAX_SHAPE_ELEMENTS:
             values |= _evaluate(node, types, values, part)
 
@@ -287,20 +294,20 @@ def _known_sizes(type_: Any) -> tuple[int, ...] | None:
 def _evaluate(node: Any, types: Mapping[str, Any], values: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """Return the output of a node by its name, or nothing if its inputs are unknown or onnx cannot compute it."""
     names = list(dict.fromkeys(name for name in node.input if name))
-    sizes = _known_sizes(types[names[0]]) if node.op_type == "Shape" else None
-    arrays = {name: numpy_helper.to_array(values[name]) for name in names if name in values}
-    if sizes is not None:
-        arrays = {names[0]: np.broadcast_to(np.int64(0), sizes)}  # only its shape is read
-    if len(arrays) < len(names):
-        return {}
-    from onnx.reference import ReferenceEvaluator  # imported when needed, because that takes a quarter of a second
-
+    sizes = _known_sizes(types[names[0]]) if node.op_type == "Shape" and names else None
     model, inputs = ModelProto(), [ValueInfoProto(name=name) for name in names]
     model.CopyFrom(part)
     model.graph.MergeFrom(GraphProto(node=[node], input=inputs, output=[ValueInfoProto(name=node.output[0])]))
     model.graph.node[0].domain = ""
-    with suppress(*INFERENCE_ERRORS, TypeError, ArithmeticError, NotImplementedError):
-        return {node.output[0]: numpy_helper.from_array(np.asarray(ReferenceEvaluator(model).run(None, arrays)[0]))}
+    with suppress(*EVALUATION_ERRORS):
+        arrays = {name: numpy_helper.to_array(values[name]) for name in names if name in values}
+        if sizes is not None:
+            arrays = {names[0]: np.broadcast_to(np.int64(0), sizes)}  # only its shape is read
+        if len(arrays) == len(names):
+            from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
+
+            result = ReferenceEvaluator(model).run(None, arrays)[0]
+            return {node.output[0]: numpy_helper.from_array(np.asarray(result))}
     return {}
 
 
