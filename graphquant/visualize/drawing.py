@@ -301,7 +301,9 @@ class _DrawingBuilder:
             if len(reachable_calls) != 1 or name not in reached:
                 continue
             (owner, call), body = reachable_calls[0], self.model.graphs[name]
-            target = self.numbers[owner.graph, owner.op]
+            target = self.numbers.get((owner.graph, owner.op))
+            if target is None:  # a damaged Q/DQ op with a body, which is drawn as an annotation
+                continue
             for output in body.outputs:
                 yield Wire(source=self.numbers[name, output], port=0, target=target, slot=-1)
             slots = self.model.graphs[owner.graph].slots(owner.op)

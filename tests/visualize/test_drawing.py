@@ -79,6 +79,16 @@ def test_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
     assert drawing.folded_ops == [(("QuantizeLinear", "q"), ("DequantizeLinear", "d"))]
 
 
+def test_pair_with_a_body(tmp_path: Path) -> None:
+    """A damaged DequantizeLinear with a body is drawn as an annotation, and the body has no wires to it."""
+    damaged = PAIR.replace(
+        "(xq, s, z)", "<body = b () => (float[1] c) { c = Constant <value_float = 1.0> () }> (xq, s, z)"
+    )
+    names = [box.op.name for box in _draw_text(damaged, tmp_path).boxes]
+    assert "d" not in names
+    assert "enc/m" in names
+
+
 def test_constant_is_drawn_on_its_op(tmp_path: Path) -> None:
     """A weight has no box. It is a constant of its op, which is partly quantized."""
     drawing = _draw_text(PAIR, tmp_path)
