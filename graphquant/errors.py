@@ -20,6 +20,10 @@ class UsageError(GraphQuantError):
     """An argument is invalid: an option, a selector, an output path."""
 
 
+class CallError(UsageError, TypeError):
+    """A call has an unknown keyword argument, or lacks an argument. Python's own error for it is a TypeError."""
+
+
 class OutputExistsError(UsageError):
     """The output exists, and it may not be replaced without --force."""
 

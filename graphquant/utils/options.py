@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from graphquant.errors import GraphQuantError, UsageError, did_you_mean
+from graphquant.errors import CallError, GraphQuantError, UsageError, did_you_mean
 from graphquant.utils.argument_types import is_accepted, parameter_types
 
 if TYPE_CHECKING:
@@ -425,13 +425,13 @@ def resolve_options(
     """Combine an options object with keyword arguments, which override it.
 
     Raises:
-        TypeError: There is no such option.
+        CallError: There is no such option.
         UsageError: The value of an option is invalid.
     """
     names = [entry.name for entry in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
-        raise TypeError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
+        raise CallError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
     return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
 
 
@@ -521,7 +521,7 @@ def checks_types(function: AnyFunction) -> AnyFunction:
         except TypeError as error:
             unknown = next((name for name in values if name not in signature.parameters), "")
             message = f"{function.__name__}() {error}.{did_you_mean(unknown, signature.parameters)}"
-            raise TypeError(message.removesuffix(".")) from None
+            raise CallError(message.removesuffix(".")) from None
         for name, value in arguments.items():
             if name in types and not is_accepted(value, types[name]):
                 raise UsageError(

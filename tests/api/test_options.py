@@ -143,9 +143,19 @@ def test_targets(value: object, target: object) -> None:
 
 
 def test_unknown_options_are_rejected() -> None:
-    """An unknown keyword argument is a TypeError with a suggestion."""
-    with pytest.raises(TypeError, match=r"'min_sqrn'.*min_sqnr"):
+    """An unknown keyword argument is a TypeError with a suggestion, and an error of graphquant."""
+    with pytest.raises(TypeError, match=r"'min_sqrn'.*min_sqnr") as raised:
         resolve_options(InsertOptions, None, {"min_sqrn": 30})
+    assert isinstance(raised.value, gq.GraphQuantError)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"model": "m.onnx", "dta": 1}])
+def test_calls_that_do_not_fit_the_signature(arguments: dict[str, object]) -> None:
+    """A missing argument and an unknown keyword are errors of graphquant, and of the type that Python uses."""
+    for function in (gq.insert, gq.plan, gq.calibrate, gq.strip):
+        with pytest.raises(gq.GraphQuantError) as raised:
+            function(**arguments)
+        assert isinstance(raised.value, TypeError)
 
 
 def test_keywords_override_an_options_object() -> None:
