@@ -30,12 +30,20 @@ from accuracy_models import Net
 
 import graphquant as gq
 from graphquant.api.plan import plan_with_rules, resolve_ruleset, select_sites
-from graphquant.backends.integer_placement import Placement, without_float_ops
+from graphquant.backends.integer_placement import (
+    DEQUANTIZE,
+    PLANAR_POOL,
+    QUANTIZE,
+    SILU_PARTS,
+    Activation,
+    Placement,
+    without_float_ops,
+)
 from graphquant.backends.onnxruntime_costs import CostTable, write_cost_table
 from graphquant.errors import GraphQuantError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import onnx
 
@@ -356,7 +364,7 @@ def measure_net(
     placement = Placement(prepared, plan)
     decidable = placement.decidable
     parts = [decidable, *([i for i in decidable if rng.random() < share] for share in (0.5, 0.75))]
-    yield {**placement.total_work(()), RUN: 1.0}, measure_nanoseconds(message.SerializeToString(), feed, threads)
+    yield {**total_work(placement, ()), RUN: 1.0}, measure_nanoseconds(message.SerializeToString(), feed, threads)
     for number, groups in enumerate(parts):
         if not groups or (number and groups in parts[:number]):
             continue
@@ -365,9 +373,43 @@ def measure_net(
             result = gq.insert(source, plan=part, data=str(data_path), validate=False)
             result.save(quantized_path, force=True)
             yield (
-                {**placement.total_work(groups), RUN: 1.0},
+                {**total_work(placement, groups), RUN: 1.0},
                 measure_nanoseconds(quantized_path.read_bytes(), feed, threads),
             )
+
+
+def total_work(placement: Placement, int8_groups: Iterable[int]) -> dict[tuple[str, str], float]:
+    """Return the work of all ops and conversions if the groups `int8_groups` run on integers.
+
+    The keys are kernels ("conv.dense int8") with the names of their work.
+    """
+    labels = {*int8_groups}
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for index, group in enumerate(placement.groups):
+        if group.work is not None:
+            is_int8, kernels = index in labels, [group.work.kernel]
+            if is_int8 and group.is_max_pool and not labels >= {*placement.producers(group)}:
+                kernels = [PLANAR_POOL]
+            elif not is_int8 and group.is_silu and labels & {*placement.producers(group)}:
+                kernels = list(SILU_PARTS)
+            for kernel in kernels:
+                for name, amount in (group.work.int8_work if is_int8 else group.work.float_work).items():
+                    total[f"{kernel} {'int8' if is_int8 else 'float'}", name] += amount
+    for tensor in placement.tensors:
+        for conversion in needed_conversions(placement, tensor, labels):
+            total[conversion, "ops"] += 1
+            total[conversion, "values"] += tensor.values
+    return total
+
+
+def needed_conversions(placement: Placement, tensor: Activation, int8_groups: set[int]) -> list[str]:
+    """Return the kernels of the conversions that a tensor needs."""
+    groups = placement.groups
+    if tensor.producer in int8_groups and groups[tensor.producer].quantized_output:
+        count = sum(groups[reader].dequantizations for reader in tensor.readers if reader not in int8_groups)
+        return [tensor.conversion(DEQUANTIZE)] * count
+    is_needed = any(reader in int8_groups for reader in tensor.readers)
+    return [tensor.conversion(QUANTIZE)] if is_needed else []
 
 
 def fit_costs(

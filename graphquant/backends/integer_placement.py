@@ -76,10 +76,6 @@ PLANAR_POOL = "max_pool.planar"
 layout of int8 convolutions."""
 
 
-WorkTotals = dict[tuple[str, str], float]
-"""Amounts by kernel ("conv.dense int8") and name of the work."""
-
-
 @dataclass(slots=True, kw_only=True)
 class FusedOps:
     """Ops that run as one: an op, and the bias or activation that ONNX Runtime fuses into it."""
@@ -243,37 +239,9 @@ class Placement:
         """Indices of the groups that the plan lets run on integers, and that may become float."""
         return [i for i, group in enumerate(self.groups) if group.has_int8_kernel and not group.fixed]
 
-    def total_work(self, int8_groups: Iterable[int]) -> WorkTotals:
-        """Return the work of all ops and conversions if the groups `int8_groups` run on integers."""
-        labels = {*int8_groups}
-        total: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for index, group in enumerate(self.groups):
-            if group.work is not None:
-                is_int8, kernels = index in labels, [group.work.kernel]
-                if is_int8 and group.is_max_pool and not labels >= {*self.producers(group)}:
-                    kernels = [PLANAR_POOL]
-                elif not is_int8 and group.is_silu and labels & {*self.producers(group)}:
-                    kernels = list(SILU_PARTS)
-                for kernel in kernels:
-                    for name, amount in (group.work.int8_work if is_int8 else group.work.float_work).items():
-                        total[f"{kernel} {'int8' if is_int8 else 'float'}", name] += amount
-        for tensor in self.tensors:
-            for conversion in self._needed_conversions(tensor, labels):
-                total[conversion, "ops"] += 1
-                total[conversion, "values"] += tensor.values
-        return total
-
     def producers(self, group: FusedOps) -> list[int]:
         """Return the groups whose outputs `group` reads."""
         return [self.tensors[position].producer for position in group.reads]
-
-    def _needed_conversions(self, tensor: Activation, int8_groups: set[int]) -> list[str]:
-        """Return the kernels of the conversions that a tensor needs."""
-        if tensor.producer in int8_groups and self.groups[tensor.producer].quantized_output:
-            count = sum(self.groups[reader].dequantizations for reader in tensor.readers if reader not in int8_groups)
-            return [tensor.conversion(DEQUANTIZE)] * count
-        is_needed = any(reader in int8_groups for reader in tensor.readers)
-        return [tensor.conversion(QUANTIZE)] if is_needed else []
 
 
 def _is_plain_byte(site: Site) -> bool:
@@ -421,20 +389,14 @@ class PlacementSearch:
     def _improve(self) -> None:
         for number in range(MAX_ROUNDS):
             changed = self._try_tree(last_parent=bool(number % 2))
-            changed |= self._try_regions()
+            for label in (True, False):
+                for region in self.regions(label):
+                    changed |= self.try_flips(region)
             for index in self.decidable:
                 changed |= self.try_flips([index])
             changed |= self._try_neighbors()
             if not changed:
                 break
-
-    def _try_regions(self) -> bool:
-        """Try to change each connected region of int8 groups, and of float groups."""
-        changed = False
-        for label in (True, False):
-            for region in self.regions(label):
-                changed |= self.try_flips(region)
-        return changed
 
     def _try_neighbors(self) -> bool:
         """Try to change each op with its producers and with its readers of the same kind."""
@@ -595,7 +557,6 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
     """Return the plan without the uses that no int8 op needs."""
     sites = []
     float_groups = {*placement.decidable} - int8_groups
-    fused_skips = [_without_fusion(placement, skip, float_groups) for skip in plan.skips]
     skips: list[Skip] = []
 
     def group_of(op: OpKey) -> int:
@@ -607,6 +568,9 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
             return True
         # An int8 op writes integers only if all readers of its output read them.
         return not site.parameter and producer in int8_groups and placement.groups[producer].quantized_output
+
+    def fuses_into_float(skip: Skip) -> bool:
+        return skip.fused and group_of((skip.tensor.graph, skip.tensor.op)) in float_groups
 
     for site in plan.sites:
         needed = {use: is_needed(site, use) for use in site.uses}
@@ -625,16 +589,11 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
             Skip(tensor=site.tensor, uses=tuple(uses), rule=COST_RULE, reason=reason, code=SkipCode.COST)
             for reason, uses in dropped.items()
         ]
+    fused_skips = (replace(skip, fused=False) if fuses_into_float(skip) else skip for skip in plan.skips)
     return replace(plan, sites=tuple(sites), skips=(*fused_skips, *skips)) if skips else plan
 
 
 NO_INT8_READER = "int8 does not pay: the ops that read it run in float"
-
-
-def _without_fusion(placement: Placement, skip: Skip, float_groups: set[int]) -> Skip:
-    """Return a skip that adds no pair for an activation that is fused into a float op."""
-    producer = placement.group_by_op.get((skip.tensor.graph, skip.tensor.op), -1)
-    return replace(skip, fused=False) if skip.fused and producer in float_groups else skip
 
 
 def converted_values(model: Model, verdicts: Sequence[Verdict]) -> dict[OpKey, int]:
