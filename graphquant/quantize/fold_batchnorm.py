@@ -333,7 +333,7 @@ def _apply_fold(
         graph, f"{weighted.name}/weight_folded", scaled_weight.product, _lazy_folded_weight(scaled_weight, origin_op)
     )
     if origin_op.kind == "constant":
-        edits.note_scaled_weight(origin_ref, constant.name, scaled_weight)
+        edits.scaled_weights[origin_ref.graph, origin_ref.op] = constant.name, scaled_weight
     edits.connect(candidate.weight, edits.add(graph, constant))
     bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", new_bias))
     if candidate.bias is not None:

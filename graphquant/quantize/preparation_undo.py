@@ -69,6 +69,10 @@ class ScaledWeight:
     factor_shape: tuple[int, ...]  # the shape of the factor in that product
 
 
+Candidate = tuple[Graph, Op, str | None]
+"""An op that a step applies to, with its graph and the obstacle that keeps it unchanged, if there is one."""
+
+
 class RecordedEdits:
     """Edits a model and records each edit so that it can be undone."""
 
@@ -78,7 +82,8 @@ class RecordedEdits:
         self._removed: list[dict[str, Any]] = []
         self._rewired: list[dict[str, Any]] = []
         self._added: list[dict[str, Any]] = []
-        self._scaled_weights: dict[tuple[str, str], tuple[str, ScaledWeight]] = {}
+        # How the values of constants, by graph and op, can be restored: from a constant of this name.
+        self.scaled_weights: dict[tuple[str, str], tuple[str, ScaledWeight]] = {}
 
     def connect(self, use: Use, tensor: TensorRef | None) -> None:
         """Make `use` read `tensor`, or nothing."""
@@ -105,7 +110,7 @@ class RecordedEdits:
 
     def remove(self, graph: Graph, name: str) -> None:
         """Remove an op that nothing reads."""
-        op, scaled_weight = graph.op(name), self._scaled_weights.get((graph.name, name))
+        op, scaled_weight = graph.op(name), self.scaled_weights.get((graph.name, name))
         without_data = scaled_weight is not None or _is_large_constant(op)
         record = _removed_op_record(graph, op, without_data=without_data)
         if scaled_weight is not None:
@@ -115,10 +120,6 @@ class RecordedEdits:
         record["node"] = record.pop("node")  # the order of keys in plans
         graph.remove_op(name)
         self._removed.append(record)
-
-    def note_scaled_weight(self, op: TensorRef, product_name: str, scaled_weight: ScaledWeight) -> None:
-        """Note how the value of constant `op` can be restored from constant `product_name`, in case it is removed."""
-        self._scaled_weights[op.graph, op.op] = product_name, scaled_weight
 
     def to_step(self, step: str, graph: Graph, op: Op, detail: str, **undo: Any) -> Step:
         """Return the step that changed `op`, with the record of all edits so far."""

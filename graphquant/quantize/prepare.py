@@ -29,6 +29,7 @@ from graphquant.ir import (
 from graphquant.ir.op_matching import is_barrier
 from graphquant.quantize import fold_batchnorm, requantize, split_fused
 from graphquant.quantize.preparation_undo import (
+    Candidate,
     RecordedEdits,
     SkippedStep,
     Step,
@@ -57,25 +58,19 @@ def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
 
 def convert_constant_nodes(model: Model) -> Iterator[Step]:
     """Turn ONNX Constant nodes into initializers of their graphs. Functions have no initializers and keep the nodes."""
-    for graph, op in _constant_node_ops(model):
-        if _constant_node_obstacle(graph, op) is None:
+    for graph, op, obstacle in _constant_nodes(model):
+        if obstacle is None:
             edits = RecordedEdits(model)
             initializer = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
             edits.replace(graph, initializer)
             yield edits.to_step(CONSTANT_NODES_STEP, graph, op, "is an initializer")
 
 
-def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
-    """Yield the Constant nodes that were not converted."""
-    for graph, op in _constant_node_ops(model):
-        if (reason := _constant_node_obstacle(graph, op)) is not None:
-            yield SkippedStep(step=CONSTANT_NODES_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
-
-
-def _constant_node_ops(model: Model) -> list[tuple[Graph, Op]]:
+def _constant_nodes(model: Model) -> list[Candidate]:
     """Return ONNX Constant nodes in graphs that run and can have initializers."""
-    candidates = _ops_of_named_values(model, {"Constant"})
-    return [(graph, op) for graph, op in candidates if op.kind == "constant" and not graph.is_function]
+    ops = _ops_of_named_values(model, {"Constant"})
+    nodes = [(graph, op) for graph, op in ops if op.kind == "constant" and not graph.is_function]
+    return [(graph, op, _constant_node_obstacle(graph, op)) for graph, op in nodes]
 
 
 def _ops_of_named_values(model: Model, types: Container[str]) -> Iterator[tuple[Graph, Op]]:
@@ -109,27 +104,14 @@ _INFERENCE_BY_DEFAULT_OPSET: Final = 7  # Dropout of an older opset trains unles
 
 def drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
     """Let the consumers of each Identity, or of each Dropout in inference mode, read its input."""
-    parameters = Parameters(model)  # no value changes by this
-    for graph, op in [
-        (graph, op)
-        for graph, op in _forwarding_ops(model, step)
-        if _drop_obstacle(model, graph, op, parameters) is None
-    ]:
+    for graph, op, obstacle in _forwarding_ops(model, step):
         source = graph.source_of(Use(graph.name, op.name, 0))
-        if source is not None:
+        if obstacle is None and source is not None:
             edits = RecordedEdits(model)
             for use in graph.consumers(TensorRef(graph.name, op.name)):
                 edits.connect(use, source)
             edits.remove(graph, op.name)
             yield edits.to_step(step, graph, op, f"its readers read {source}")
-
-
-def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
-    """Yield the ops that the step applies to and that are still there."""
-    parameters = Parameters(model)
-    for graph, op in _forwarding_ops(model, step):
-        if (reason := _drop_obstacle(model, graph, op, parameters)) is not None:
-            yield SkippedStep(step=step, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
 def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
@@ -147,11 +129,13 @@ def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parame
     return follow_to_end(tensor, source_of_dropped_op, limit)
 
 
-def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
+def _forwarding_ops(model: Model, step: str) -> list[Candidate]:
     """Return the ops of a step. Barriers are Clips that forward their input, and `rewrite` adds those that it needs."""
     types = {_DROPPED_TYPES[step], *({"Clip"} if step == DROP_IDENTITY_STEP else ())}
-    ops = ((graph, op) for graph, op in _ops_of_named_values(model, types) if not op.domain)
-    return ((graph, op) for graph, op in ops if op.type != "Clip" or is_barrier(graph, op))
+    ops = [(graph, op) for graph, op in _ops_of_named_values(model, types) if not op.domain]
+    forwarding = [(graph, op) for graph, op in ops if op.type != "Clip" or is_barrier(graph, op)]
+    parameters = Parameters(model)
+    return [(graph, op, _drop_obstacle(model, graph, op, parameters)) for graph, op in forwarding]
 
 
 def _drop_obstacle(model: Model, graph: Graph, op: Op, parameters: Parameters) -> str | None:
@@ -267,6 +251,19 @@ class Preparation:
     find_skipped: Callable[[Model], Iterator[SkippedStep]] | None = None
 
 
+def _find_skipped(
+    step: str, find_candidates: Callable[[Model], Iterable[Candidate]]
+) -> Callable[[Model], Iterator[SkippedStep]]:
+    """Return a function that yields the ops that a step applies to and that an obstacle left unchanged."""
+
+    def find(model: Model) -> Iterator[SkippedStep]:
+        for graph, op, obstacle in find_candidates(model):
+            if obstacle is not None:
+                yield SkippedStep(step=step, tensor=TensorRef(graph.name, op.name), reason=obstacle)
+
+    return find
+
+
 PREPARATION_STEPS: dict[str, Preparation] = {
     requantize.REQUANTIZE_STEP: Preparation(
         purpose="rules replace the model's quantization by their own",
@@ -280,7 +277,7 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     CONSTANT_NODES_STEP: Preparation(
         purpose="runtimes expect weights to be initializers",
         apply=convert_constant_nodes,
-        find_skipped=skipped_constant_nodes,
+        find_skipped=_find_skipped(CONSTANT_NODES_STEP, _constant_nodes),
     ),
     INFERENCE_BATCHNORM_STEP: Preparation(
         purpose="an output must depend on its own sample only, not on the rest of the batch", apply=inference_batchnorm
@@ -288,17 +285,17 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     split_fused.SPLIT_FUSED_STEP: Preparation(
         purpose="runtimes quantize a product and an activation, but no op that joins them",
         apply=split_fused.split_fused_ops,
-        find_skipped=split_fused.skipped_fused_ops,
+        find_skipped=_find_skipped(split_fused.SPLIT_FUSED_STEP, split_fused.fused_ops),
     ),
     DROP_IDENTITY_STEP: Preparation(
         purpose="an op that changes nothing prevents fusions in the runtime",
         apply=partial(drop_forwarding_ops, step=DROP_IDENTITY_STEP),
-        find_skipped=partial(skipped_forwarding_ops, step=DROP_IDENTITY_STEP),
+        find_skipped=_find_skipped(DROP_IDENTITY_STEP, partial(_forwarding_ops, step=DROP_IDENTITY_STEP)),
     ),
     DROP_DROPOUT_STEP: Preparation(
         purpose="in inference mode it changes nothing and prevents fusions in the runtime",
         apply=partial(drop_forwarding_ops, step=DROP_DROPOUT_STEP),
-        find_skipped=partial(skipped_forwarding_ops, step=DROP_DROPOUT_STEP),
+        find_skipped=_find_skipped(DROP_DROPOUT_STEP, partial(_forwarding_ops, step=DROP_DROPOUT_STEP)),
     ),
     fold_batchnorm.FOLD_BATCHNORM_STEP: Preparation(
         purpose="a BatchNorm between a product and its quantization keeps the product in float",

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphquant.ir import FUSED_PREFIX, RELU6_BOUNDS, Graph, Model, Op, Shape, TensorRef, Use
 from graphquant.qdq.family import new_constant, new_op
-from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step
+from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step
 
 SPLIT_FUSED_STEP: Final = "split-fused"
 
@@ -39,20 +39,15 @@ INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
 
 def split_fused_ops(model: Model) -> Iterator[Step]:
     """Replace each fused op by the product, and by ops for the factor, the summand and the activation after it."""
-    for graph, op in _fused_ops(model):
-        if _split_obstacle(graph, op) is None:
+    for graph, op, obstacle in fused_ops(model):
+        if obstacle is None:
             yield _Split(model, graph, op).apply()
 
 
-def skipped_fused_ops(model: Model) -> Iterator[SkippedStep]:
-    """Yield the fused ops that were not split, with the reason."""
-    for graph, op in _fused_ops(model):
-        if (reason := _split_obstacle(graph, op)) is not None:
-            yield SkippedStep(step=SPLIT_FUSED_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
-
-
-def _fused_ops(model: Model) -> list[tuple[Graph, Op]]:
-    return [(graph, op) for graph, op in model.reachable_ops() if op.kind.startswith(FUSED_PREFIX)]
+def fused_ops(model: Model) -> Iterator[Candidate]:
+    """Yield the fused ops."""
+    for graph, op in [(graph, op) for graph, op in model.reachable_ops() if op.kind.startswith(FUSED_PREFIX)]:
+        yield graph, op, _split_obstacle(graph, op)
 
 
 def _split_obstacle(graph: Graph, op: Op) -> str | None:
