@@ -186,7 +186,7 @@ class _FileChecks:
     """Cached checks of rule files and data, and the errors in rule files. Each check returns a mistake, or ""."""
 
     def __init__(self, *, allow_data: bool, allow_metric: bool) -> None:
-        self._allow_data, self._allow_metric = allow_data, allow_metric
+        self._allow_data, self.allow_metric = allow_data, allow_metric
         self.failures: dict[str, None] = {}
         self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
@@ -206,10 +206,6 @@ class _FileChecks:
             return str(error)
         is_code = any(source.kind == "function" for source in sources)
         return _code_refusal(f"data {spec}") if is_code and not self._allow_data else ""
-
-    def check_metric(self, spec: str) -> str:
-        """Return a mistake if the metric, which is Python code, is not allowed."""
-        return "" if self._allow_metric else _code_refusal(f"metric {spec}")
 
 
 def _code_refusal(subject: str) -> str:
@@ -253,8 +249,8 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
     data = entry_settings.get("data")
     if data is not None and not _PLACEHOLDER.search(data):
         yield request.key_path(index, "data"), checks.data(rebase_data_spec(data, _base_folder(request, "data")))
-    if (metric := entry_settings.get("metric")) is not None:
-        yield request.key_path(index, "metric"), checks.check_metric(metric)
+    if (metric := entry_settings.get("metric")) is not None and not checks.allow_metric:
+        yield request.key_path(index, "metric"), _code_refusal(f"metric {metric}")
     for key in _FILE_OPTIONS:
         path = entry_settings.get(key)
         if path is not None and not _PLACEHOLDER.search(path):
@@ -349,7 +345,6 @@ def _path_and_parents(path: str) -> Iterator[str]:
 MANIFEST_NAME = "graphquant.toml"
 PROJECT_FILE = "pyproject.toml"
 
-_TOOL_TABLE: KeyPath = ("tool", "graphquant")  # table of a manifest in pyproject.toml
 _FILE_KEYS = ("path", "exclude_models", "variant", *TEMPLATE_KEYS)  # keys that select the files of an entry
 
 
@@ -362,7 +357,7 @@ class BatchRequest:
     overrides: dict[str, Any]  # settings of the command line, which have priority
     folder: str = ""  # base folder of relative paths in the tables, "" for the current folder
     path: Path | None = None  # the manifest, None without one
-    key_lines: Mapping[KeyPath, int] = field(default_factory=dict)  # lines of its keys
+    locate_keys: Callable[[], Mapping[KeyPath, int]] = dict  # returns the lines of its keys
     table_path: KeyPath = ()  # table that contains the manifest, in a larger file
     mistakes: Sequence[Mistake] = ()  # Invalid keys and values. The tables do not contain them.
     ambiguous: frozenset[int] = frozenset()  # entries whose files are unknown because of these mistakes
@@ -376,7 +371,9 @@ class BatchRequest:
         """Return an error with all mistakes, and those of the rule files."""
         messages = list(dict.fromkeys(sentence for _, sentence in mistakes))
         if self.path is not None and messages:
-            messages = [str(rules.mistakes_error(self.path, self.key_lines, mistakes, MANIFEST_FORM, self.table_path))]
+            messages = [
+                str(rules.mistakes_error(self.path, self.locate_keys, mistakes, MANIFEST_FORM, self.table_path))
+            ]
         return ManifestError("\n".join([*messages, *rule_errors]))
 
 
@@ -418,10 +415,10 @@ def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
     """
     if not path.exists():
         raise UsageError(f"There is no manifest {path}. Give one, or models and globs.")
-    data, lines = rules.parse_document(path, rules.read_document(path, MANIFEST_FORM), MANIFEST_FORM)
+    data, locate = rules.parse_document(path, rules.read_document(path, MANIFEST_FORM), MANIFEST_FORM)
     table_path: KeyPath = ()
     if path.name == PROJECT_FILE:
-        table_path, data = _TOOL_TABLE, _tool_table(data)
+        table_path, data = ("tool", "graphquant"), _tool_table(data)
         if not isinstance(data, dict):
             raise UsageError(f"{path} has no table [tool.graphquant]. Put the manifest there or into {MANIFEST_NAME}.")
     _, mistakes = rules.validate_document(data, Manifest, MANIFEST_FORM)
@@ -439,7 +436,7 @@ def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
         overrides=overrides,
         folder="" if path.parent == Path() else path.parent.as_posix(),
         path=path,
-        key_lines=lines,
+        locate_keys=locate,
         table_path=table_path,
         mistakes=mistakes,
         ambiguous=_ambiguous_entries(tables, invalid_keys),

@@ -33,7 +33,7 @@ from graphquant.rules.scheme import SCHEME_DTYPES, ObserverConfig, Scheme
 from graphquant.rules.toml_document import (
     MAX_VALUE_LENGTH,
     DocumentKind,
-    KeyPath,
+    LocateKeys,
     Mistake,
     describe_table_schema,
     document_error,
@@ -257,7 +257,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         label = f"rules[{position}]" if "\n" in name else name
         try:
             content = name.encode(errors="replace") if path is None else read_document(path, RULE_FILE_KIND)
-            file, lines = _parse_rules(name, label, path, content)
+            file, locate = _parse_rules(name, label, path, content)
         except RuleError as error:
             failures[str(error)] = None
             continue
@@ -274,7 +274,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         if file.extends:
             sources.insert(index + 1, (position, file.extends, shipped_rule_files()[file.extends], schemes))
         for rule_index, rule in enumerate(file.rule):
-            find_line = partial(nearest_line, lines, ("rule", rule_index))
+            find_line = partial(nearest_line, locate, ("rule", rule_index))
             rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
     if failures:
         raise RuleError("\n".join(failures))
@@ -292,17 +292,17 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     )
 
 
-def _parse_rules(name: str, label: str, path: Path | None, content: bytes) -> tuple[RuleFile, Mapping[KeyPath, int]]:
-    """Return a rule file and the lines of its keys. Raises a RuleError for its mistakes."""
-    lines: Mapping[KeyPath, int] = {}
+def _parse_rules(name: str, label: str, path: Path | None, content: bytes) -> tuple[RuleFile, LocateKeys]:
+    """Return a rule file and the function that returns the lines of its keys. Raises a RuleError for its mistakes."""
+    locate: LocateKeys = dict  # a one-line rule has no lines
     if path is None and label == name:
         data = _parse_inline_rule(name)
     else:
-        data, lines = parse_document(path or Path(label), content, RULE_FILE_KIND)
+        data, locate = parse_document(path or Path(label), content, RULE_FILE_KIND)
     file, mistakes = parse_rule_file(data)
     if file is None:
-        raise mistakes_error(path or Path(label), lines, mistakes, RULE_FILE_KIND)
-    return file, lines
+        raise mistakes_error(path or Path(label), locate, mistakes, RULE_FILE_KIND)
+    return file, locate
 
 
 def resolve_costs(name: str, rule_file: Path | None) -> str:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.rules.pattern_syntax import FUNCTIONS, compile_regex, parse_chain, parse_pattern, pattern_definitions
 from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortText, check_known_words
+from graphquant.utils.options import ALGORITHM_NAMES
 
 # Conditions on one op, and patterns of several ops, as rule files describe them.
 
@@ -234,12 +235,6 @@ PREPARATION_NAMES = (
     "fold-batchnorm",
 )
 """Steps before matching; `PREPARATION_STEPS` in `graphquant.quantize.prepare` describes each."""
-
-ALGORITHM_NAMES = (
-    *("cross-layer-equalization", "smoothquant", "weight-clipping"),
-    *("gptq", "adaround", "bias-correction"),
-)
-"""Optimization algorithms before and after calibration; `graphquant.optimize.algorithms` describes each."""
 
 NEGATION = "not "  # prefix of a step that a rule file switches off, whatever later files request
 

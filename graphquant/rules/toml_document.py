@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -67,28 +67,13 @@ def locate_keys(text: str) -> dict[KeyPath, int]:
     return _KeyScanner(text).scan()
 
 
-class KeyLines(Mapping[KeyPath, int]):
-    """The result of `locate`, computed on first access: it is needed only if there is a mistake."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    @cached_property
-    def _lines(self) -> dict[KeyPath, int]:
-        return locate_keys(self._text)
-
-    def __getitem__(self, path: KeyPath) -> int:
-        return self._lines[path]
-
-    def __iter__(self) -> Iterator[KeyPath]:
-        return iter(self._lines)
-
-    def __len__(self) -> int:
-        return len(self._lines)
+LocateKeys = Callable[[], Mapping[KeyPath, int]]
+"""Function that returns the lines of the keys of a text, which are needed only if there is a mistake."""
 
 
-def nearest_line(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
+def nearest_line(locate: LocateKeys, path: KeyPath) -> int:
     """Return the line of `path`, or of the innermost enclosing table that has one."""
+    lines = locate()
     return next((lines[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in lines), 1)
 
 
@@ -241,8 +226,8 @@ def read_document(path: Path, kind: DocumentKind) -> bytes:
         raise document_error(path, kind, sentence) from error
 
 
-def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
-    """Return the data of a TOML file, and the line of each of its keys.
+def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict[str, Any], LocateKeys]:
+    """Return the data of a TOML file, and a function that returns the line of each of its keys.
 
     Raises:
         GraphQuantError: The text is not TOML, or is nested too deeply. The exception class is that of the kind.
@@ -268,7 +253,7 @@ def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict
     except NestingError as error:
         sentence = f"this is {error}. No {kind.noun} needs half of that."
         raise document_error(path, kind, sentence, error.line) from error
-    return data, KeyLines(text)
+    return data, cache(partial(locate_keys, text))
 
 
 def _syntax_error(path: Path, text: str, kind: DocumentKind, message: str) -> GraphQuantError:
@@ -290,13 +275,13 @@ def _is_deep(data: dict[str, Any]) -> bool:
 
 
 def mistakes_error(
-    path: Path, lines: Mapping[KeyPath, int], mistakes: Iterable[Mistake], kind: DocumentKind, table_path: KeyPath = ()
+    path: Path, locate: LocateKeys, mistakes: Iterable[Mistake], kind: DocumentKind, table_path: KeyPath = ()
 ) -> GraphQuantError:
     """Return one error for all mistakes of a file, sorted by line, one line each.
 
     The key paths of the mistakes are relative to the table at `table_path`.
     """
-    located = [(nearest_line(lines, (*table_path, *key)), sentence) for key, sentence in mistakes]
+    located = [(nearest_line(locate, (*table_path, *key)), sentence) for key, sentence in mistakes]
     unique = list(dict.fromkeys(sorted(located, key=lambda mistake: mistake[0])))
     if remaining := unique[MAX_MISTAKES:]:
         rest = f"and {len(remaining)} more mistakes from here on. Correct the others first."

@@ -2,10 +2,12 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from graphquant.rules.toml_document import MAX_NESTING, KeyLines, NestingError, locate_keys, nearest_line
+from graphquant.rules.load import RULE_FILE_KIND
+from graphquant.rules.toml_document import MAX_NESTING, NestingError, locate_keys, nearest_line, parse_document
 
 TEXT = '''\
 # a comment [not.a.table]
@@ -86,7 +88,7 @@ def test_a_table_stands_where_its_own_header_is():
 )
 def test_nearest_falls_back_to_the_table_around(path, line):
     """A value without a line of its own gets the line of the innermost table around it."""
-    assert nearest_line(LINES, path) == line
+    assert nearest_line(lambda: LINES, path) == line
 
 
 @pytest.mark.parametrize(
@@ -146,10 +148,10 @@ def test_lines_are_computed_on_first_access(monkeypatch) -> None:
     text = "[scheme.a]\nbits = 8\n\n[[rule]]\nname = 'x'\n"
     located: list[str] = []
     monkeypatch.setattr(
-        sys.modules[KeyLines.__module__], "locate_keys", lambda given: located.append(given) or locate_keys(given)
+        sys.modules[parse_document.__module__], "locate_keys", lambda given: located.append(given) or locate_keys(given)
     )
-    lines = KeyLines(text)
+    _, locate = parse_document(Path("a.toml"), text.encode(), RULE_FILE_KIND)
     assert not located
-    assert dict(lines) == locate_keys(text)
-    assert nearest_line(lines, ("rule", 0, "producer")) == 4
-    assert (len(lines), located) == (len(locate_keys(text)), [text])
+    assert locate() == locate_keys(text)
+    assert nearest_line(locate, ("rule", 0, "producer")) == 4
+    assert located == [text]
