@@ -24,13 +24,7 @@ from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.tables import join_names
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
-BUILD_TYPE = "urn:graphquant:insert:1"  # build type, which defines the parameters: those of a manifest's entry
-BUILDER_ID = "urn:graphquant:batch"
-
 DIGEST_NAME = "graphquantSha256"  # name of digests over several files
-ATTESTATION_SUFFIX = ".intoto.json"
-
 MAX_ATTESTATION_BYTES = 64 << 20  # maximum size of an attestation
 
 
@@ -53,10 +47,10 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
     return {
         "_type": STATEMENT_TYPE,
         "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(outcome.products.items())],
-        "predicateType": PREDICATE_TYPE,
+        "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": BUILD_TYPE,
+                "buildType": "urn:graphquant:insert:1",  # it defines the parameters: those of a manifest's entry
                 "externalParameters": parameters,
                 "internalParameters": {"key": digests.key},
                 "resolvedDependencies": [
@@ -65,7 +59,7 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
                     if digest
                 ],
             },
-            "runDetails": {"builder": {"id": BUILDER_ID, "version": outcome.versions}},
+            "runDetails": {"builder": {"id": "urn:graphquant:batch", "version": outcome.versions}},
         },
     }
 
@@ -73,7 +67,7 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
 def attestation_path(output: str) -> Path:
     """Return the path of an output's attestation: its name with `.intoto.json` appended."""
     path = Path(output)
-    return path.with_name(f"{path.name}{ATTESTATION_SUFFIX}")
+    return path.with_name(f"{path.name}.intoto.json")
 
 
 def write_attestation(entry: Entry, outcome: Outcome) -> None:

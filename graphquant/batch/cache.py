@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from graphquant.batch.cache_key import canonical_output, file_digest
-from graphquant.batch.types import Entry, Outcome, outcome_json, parse_json
+from graphquant.batch.types import Entry, Outcome, parse_json, record_json
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
 from graphquant.formats.weights_files import replacing_model
@@ -72,7 +72,7 @@ class Journal:
 
     def add(self, outcome: Outcome) -> None:
         """Append an outcome and write it to the disk, except one that the cache also has. A full disk is an OSError."""
-        line, end = json.dumps(outcome_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        line, end = json.dumps(record_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
         if self._file.write(line) != len(line):  # a raw file writes partially if the disk is full
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -100,13 +100,6 @@ _UNIT_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE_PATTERN = re.compile(r"(\d{1,5})\s*([hdw])", re.IGNORECASE)
 _DEFAULT_AGE = 30 * 86400
 _SHA256_PATTERN = re.compile("[0-9a-f]{64}")
-
-
-def default_cache_folder() -> Path:
-    """Return the user's cache folder by the convention of the system."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("graphquant", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +131,7 @@ class OutcomeCache:
         path = self._outcome_path(outcome.digests.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            file.write(json.dumps(outcome_json(outcome)).encode())
+            file.write(json.dumps(record_json(outcome)).encode())
 
     def remove(self, key: str) -> None:
         """Remove the outcome of a key, if present."""

@@ -29,7 +29,7 @@ from graphquant.formats import SUFFIXES
 from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
 from graphquant.rules.load import INLINE_ARROW, resolve_costs
-from graphquant.utils import onednn_setting
+from graphquant.utils import ONEDNN_OFF, ONEDNN_VARIABLE
 
 VERSIONED_PACKAGES = (
     *("numpy", "ml_dtypes", "protobuf", "onnx", "pillow", "pyarrow", "keras", "h5py"),
@@ -79,7 +79,8 @@ def program_digest(file_hashes: FileHashes) -> str:
         if file.suffix in CODE_SUFFIXES and file.is_file()
     }
     digests = sorted((f"{file.parent.name}/{file.name}", file_hashes.digest(file)) for file in files)
-    return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn_setting())
+    onednn = os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)
+    return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn)
 
 
 def _cost_tables(rules: Iterable[str]) -> Iterator[Path]:

@@ -14,12 +14,11 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.backends import BACKENDS
 from graphquant.calibration import CALIBRATION_METHODS
-from graphquant.errors import ManifestError, UsageError, did_you_mean
+from graphquant.errors import ManifestError, did_you_mean
 from graphquant.qdq import FAMILIES
 from graphquant.rules import DocumentKind, describe_table_schema
-from graphquant.utils.option_types import Count, Decibels, SearchTime, Share
+from graphquant.utils.option_types import Count, Decibels, SearchTime, Share, parse_bytes
 from graphquant.utils.options import InsertOptions, OptionField, option_fields
-from graphquant.utils.text import parse_size
 
 DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"  # default path of an output
 
@@ -104,10 +103,7 @@ class _SettingValidators:
     def _validate_size(cls, value: Any) -> Any:
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise ValueError("'max_size' is a number of bytes, or a string like \"5MB\"")  # noqa: TRY004  # pydantic reports it
-        try:
-            return parse_size(str(value))
-        except UsageError as error:
-            raise ValueError(str(error)) from error
+        return parse_bytes(value)
 
 
 _BATCH_KEYS = {

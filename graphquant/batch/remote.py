@@ -59,12 +59,6 @@ def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome
     return replace(outcome, model=entry.model, output=entry.output, problem=problem)
 
 
-def remote_exists(address: str) -> bool:
-    """Return True if an address exists, or raise a UsageError if the service does not answer."""
-    with remote_file_system(address, UsageError, "looked at") as (system, path):
-        return bool(system.exists(path))
-
-
 def remote_fingerprint(address: str, products: Collection[str]) -> str:
     """Return a hash of file versions of a remote output, without reading it; "" if a file is missing.
 

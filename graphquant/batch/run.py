@@ -26,10 +26,10 @@ from graphquant.batch.cache_key import (
     data_digest,
     program_digest,
 )
-from graphquant.batch.remote import remote_exists, remote_fingerprint
+from graphquant.batch.remote import remote_fingerprint
 from graphquant.batch.types import BatchReport, Entry, Outcome
 from graphquant.batch.work import apply_gates, failed_outcome
-from graphquant.calibration.data.files import is_remote, list_data_files
+from graphquant.calibration.data.files import is_remote, list_data_files, remote_file_system
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
 from graphquant.utils.atomic_files import remove_stale_files
@@ -286,8 +286,8 @@ def _output_exists(output: str) -> bool:
     """Return True if an output exists. If the service does not answer, writing will report it."""
     if not is_remote(output):
         return os.path.lexists(output)
-    with suppress(GraphQuantError):
-        return remote_exists(output)
+    with suppress(GraphQuantError), remote_file_system(output, UsageError, "looked at") as (system, path):
+        return bool(system.exists(path))
     return False
 
 

@@ -33,7 +33,6 @@ ChangeKind = Literal[
     "status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing", "digest"
 ]
 
-PASSED_STATUSES = ("done", "unchanged")  # statuses of success
 TIME_KEYS = ("seconds", "attempts", "started")  # keys of a report that differ between runs
 
 
@@ -207,7 +206,7 @@ class Outcome(_Record):
     @property
     def passed(self) -> bool:
         """True if the output exists and meets its gates."""
-        return self.status in PASSED_STATUSES
+        return self.status in {"done", "unchanged"}
 
     @property
     def int8_share(self) -> float | None:
@@ -251,15 +250,10 @@ def _type_adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON data."""
-    data: dict[str, Any] = _type_adapter(Outcome).dump_python(outcome, mode="json")
-    return data
-
-
-def batch_report_json(report: BatchReport) -> dict[str, Any]:
-    """Return a report as JSON data."""
-    data: dict[str, Any] = _type_adapter(BatchReport).dump_python(report, mode="json")
+def record_json(record: Outcome | BatchReport) -> dict[str, Any]:
+    """Return an outcome or a report as JSON data."""
+    kind: type = type(record)
+    data: dict[str, Any] = _type_adapter(kind).dump_python(record, mode="json")
     return data
 
 

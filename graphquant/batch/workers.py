@@ -271,7 +271,15 @@ def _worker_main(pipe: Connection, worker: WorkFunction, log: str) -> None:
     """Process entries of the pipe until it is closed."""
     _detach_process(log)
     disable_onednn()  # otherwise imports by an earlier entry's data function would change results
-    report_progress = _ProgressSender(pipe)
+    next_time = 0.0
+
+    def report_progress(activity: str, completed: int, total: int) -> None:
+        nonlocal next_time
+        now = time.monotonic()
+        if now >= next_time or completed == total:
+            next_time = now + PROGRESS_SECONDS
+            pipe.send((activity, completed, total))
+
     while True:
         try:
             entry = pipe.recv()
@@ -297,15 +305,3 @@ def _detach_process(log: str) -> None:
     Path(log).unlink()  # the parent has the file open
     os.dup2(log_descriptor, 1)
     os.dup2(log_descriptor, 2)
-
-
-class _ProgressSender:
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._next_time = 0.0
-
-    def __call__(self, activity: str, completed: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self._next_time or completed == total:
-            self._next_time = now + PROGRESS_SECONDS
-            self._pipe.send((activity, completed, total))

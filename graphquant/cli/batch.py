@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,13 @@ from graphquant.cli.options import (
     options_of,
     parse_shard,
 )
-from graphquant.cli.output import batch_progress, print_view, progress_bar, remember_output
+from graphquant.cli.output import BatchProgress, print_view, progress_bar, remember_output, signal_handler, terminal_bar
 from graphquant.errors import FindingsError, UsageError, escape_unprintable
 from graphquant.utils.options import BACKEND_NAMES, InsertOptions, Options, option
 
 if TYPE_CHECKING:
     from graphquant.batch.cache import OutcomeCache
-    from graphquant.batch.run import BatchOptions, Execute
+    from graphquant.batch.run import BatchOptions
     from graphquant.batch.types import BatchReport, Entry, Outcome
     from graphquant.utils.option_types import Bytes, Count, NonNegative, NumberFromZero, Seconds
 
@@ -217,14 +216,16 @@ def batch_command(
     reporting, workers = collect_options(ReportOptions, settings), collect_options(WorkerOptions, settings)
     if workers.scheduler is not None and workers.jobs is not None:
         raise UsageError("The cluster decides the number of workers. Remove -j or --scheduler.")
+    from platformdirs import user_cache_path
+
     from graphquant.batch.attestation import verify_outputs
-    from graphquant.batch.cache import OutcomeCache, default_cache_folder, parse_prune_limit
+    from graphquant.batch.cache import OutcomeCache, parse_prune_limit
     from graphquant.batch.manifest import has_manifest, load_entries
     from graphquant.batch.reports import merge_reports
     from graphquant.batch.run import BatchOptions, deal_digest, select_shard
     from graphquant.batch.types import read_report
 
-    folder = cache_dir or default_cache_folder()
+    folder = cache_dir or user_cache_path("graphquant", appauthor=False)
     if prune_cache is not None:
         parse_prune_limit(prune_cache)
         if not names and not reporting.reports and not has_manifest():
@@ -250,9 +251,7 @@ def batch_command(
     if shard_position[1] > 1:
         options = replace(options, deal_digest=deal_digest(all_entries))
 
-    def run(todo: Sequence[Entry], options: BatchOptions) -> BatchReport:
-        return _run_workers(todo, options, workers)
-
+    run = partial(_run_workers, settings=workers)
     rebuild_options = replace(options, cache=False, resume=False)
     report = (
         verify_outputs(
@@ -277,7 +276,9 @@ def _run_workers(entries: Sequence[Entry], options: BatchOptions, settings: Work
     scheduler, limit = settings.scheduler, settings.max_memory
     workers = min(settings.jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1
     limits = WorkerLimits(jobs=workers, timeout=settings.timeout, memory=limit, retries=settings.retries)
-    with _sigterm_as_interrupt(), batch_progress(len(entries)) as bars:
+    # CI systems end a job with SIGTERM, which then acts like Ctrl-C.
+    with signal_handler(signal.SIGTERM, signal.default_int_handler), terminal_bar("TimeElapsedColumn") as bar:
+        bars = BatchProgress(len(entries), bar)
 
         def execute(todo: Any) -> Iterator[Outcome]:
             if scheduler is None:
@@ -288,11 +289,13 @@ def _run_workers(entries: Sequence[Entry], options: BatchOptions, settings: Work
             worker = partial(quantize_entry, max_memory=limit // 2 if limit else None)
             return run_on_cluster(scheduler, todo, worker, limits)
 
-        def warn(message: str) -> None:
-            click.echo(escape_unprintable(message), err=True)
-
-        execute_batch: Execute = execute
-        return run_batch(entries, options, execute_batch, on_outcome=bars.finish_model, on_warning=warn)
+        return run_batch(
+            entries,
+            options,
+            execute,
+            on_outcome=bars.finish_model,
+            on_warning=lambda message: click.echo(escape_unprintable(message), err=True),
+        )
 
 
 def _exit_with_report(report: BatchReport, *, merged: bool = False) -> None:
@@ -313,13 +316,3 @@ def _prune_cache(cache: OutcomeCache, limit: str, reporting: ReportOptions) -> N
     with FileHashes(cache.folder / "hashes.sqlite") as memo:
         memo.remove_missing()
     click.echo(f"Removed {removed_count} outputs ({freed_bytes} bytes) from the cache.", err=reporting.form != "text")
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM, with which CI systems end a job, like Ctrl-C."""
-    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)

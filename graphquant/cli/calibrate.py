@@ -23,7 +23,7 @@ from graphquant.cli.options import (
     options_of,
     parse_shard,
 )
-from graphquant.cli.output import lock_output_of_command, print_view, progress_bar, remember_output
+from graphquant.cli.output import lock_output_of_command, print_view, progress_bar, remember_output, signal_handler
 from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
 
@@ -78,14 +78,14 @@ def calibrate_command(
     partial_stats = _load_partial_stats(paths[0], output, force=force)
     _check_stats_name(output)
     stop_request = StopRequest()
-    with stop_request.handle_interrupts(), progress_bar() as progress, _name_stats_in_errors(output):
+    with signal_handler(signal.SIGINT, stop_request.handle), progress_bar() as progress, _name_stats_in_errors(output):
         stats = api.calibrate(
             paths[0],
             None,
             data,
             settings,
             partial_stats=partial_stats,
-            should_stop=stop_request.is_requested,
+            should_stop=lambda: stop_request.requested,
             progress=stop_request.watch_progress(progress),
         )
     if not stop_request.interrupted:
@@ -101,32 +101,19 @@ class StopRequest:
     """Request to stop after the current block of samples."""
 
     def __init__(self) -> None:
-        self._requested = self._started = self._incomplete = False
+        self.requested = self._started = self._incomplete = False
 
     def handle(self, *_: object) -> None:
         """Handle Ctrl-C: request a stop, or stop immediately the second time and before the first block."""
-        if self._requested or not self._started:
+        if self.requested or not self._started:
             raise KeyboardInterrupt
-        self._requested = True
+        self.requested = True
         os.write(2, b"Stopping after this block of samples. Press Ctrl-C again to stop immediately.\n")
-
-    @contextmanager
-    def handle_interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C request a stop instead of raising KeyboardInterrupt."""
-        previous_handler = signal.signal(signal.SIGINT, self.handle)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous_handler)
-
-    def is_requested(self) -> bool:
-        """Return True if a stop was requested."""
-        return self._requested
 
     @property
     def interrupted(self) -> bool:
         """True if the stop left samples unprocessed."""
-        return self._requested and self._incomplete
+        return self.requested and self._incomplete
 
     def watch_progress(self, progress: Progress | None) -> Progress:
         """Wrap a progress callback to note if samples remain."""

@@ -77,15 +77,11 @@ class GroupedCommand(click.Command):
 
 def example_lines(*commands: str) -> str:
     """Return examples for the end of a command's help, which click does not wrap."""
-    lines = [" \\\n".join(_wrap_command(f"graphquant {command}")) for command in commands]
+    # A line has 80 columns with the backslash at its end.
+    wrapper = textwrap.TextWrapper(74, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+    wrapper.break_on_hyphens = False
+    lines = [" \\\n".join(wrapper.wrap(f"graphquant {command}")) for command in commands]
     return "\n".join(["\b", "Examples:", *lines])
-
-
-def _wrap_command(command: str) -> list[str]:
-    """Return the lines of a command in a help text of 80 columns, without the backslashes at their ends."""
-    return textwrap.wrap(
-        command, 74, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False
-    )
 
 
 def format_option(*formats: str) -> Callable[[CommandFunction], CommandFunction]:
@@ -120,16 +116,10 @@ def options_of(
 
 def collect_options(options_class: type[OptionsClass], values: dict[str, Any], **others: Any) -> OptionsClass:
     """Remove the values of an options model from the keyword arguments of a command, and return the model."""
-    merge_disabled_algorithms(values)
+    if disabled := values.pop("no_algorithms", ()):
+        values["algorithms"] = (*values["algorithms"], *(f"not {name}" for name in disabled))
     settings = {field.name: values.pop(field.name) for field in option_fields(options_class) if field.name in values}
     return resolve_options(options_class, None, {**settings, **others})
-
-
-def merge_disabled_algorithms(values: dict[str, Any]) -> None:
-    """Move the algorithms of --no-algorithm to those of --algorithm, as "not NAME"."""
-    disabled = values.pop("no_algorithms", ())
-    if disabled:
-        values["algorithms"] = (*values["algorithms"], *(f"not {name}" for name in disabled))
 
 
 def _click_options(field: OptionField, *, unset: bool) -> list[Callable[[CommandFunction], CommandFunction]]:

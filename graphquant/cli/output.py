@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ def write_drawing_page(
 
 
 @contextmanager
-def _terminal_bar(last_column: str) -> Iterator[Any]:
+def terminal_bar(last_column: str) -> Iterator[Any]:
     """Show a progress bar on stderr, or yield None if it is no terminal. `last_column` names a class of rich."""
     if not sys.stderr.isatty():
         yield None
@@ -116,7 +117,7 @@ def _terminal_bar(last_column: str) -> Iterator[Any]:
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
     """Return a progress callback that draws a bar for each stage on stderr, or None if stderr is not a terminal."""
-    with _terminal_bar("TimeRemainingColumn") as bar:
+    with terminal_bar("TimeRemainingColumn") as bar:
         tasks: dict[str, Any] = {}
 
         def update(stage: str, completed: int, total: int) -> None:
@@ -162,7 +163,10 @@ class BatchProgress:
 
 
 @contextmanager
-def batch_progress(total: int) -> Iterator[BatchProgress]:
-    """Show the progress of a batch of `total` models."""
-    with _terminal_bar("TimeElapsedColumn") as bar:
-        yield BatchProgress(total, bar)
+def signal_handler(number: int, handler: Callable[..., object]) -> Iterator[None]:
+    """Handle a signal in another way for a while."""
+    previous_handler = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous_handler)

@@ -14,7 +14,7 @@ from support.batch_reports import report_without_times
 from graphquant.batch.cache import OutcomeCache, _read_cached_outcome, journal_path
 from graphquant.batch.cache_key import file_digest
 from graphquant.batch.run import BatchOptions, run_batch
-from graphquant.batch.types import Digests, Entry, Gates, Outcome, outcome_json
+from graphquant.batch.types import Digests, Entry, Gates, Outcome, record_json
 from graphquant.batch.work import failed_outcome, quantize_entry
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import file_writer
@@ -210,7 +210,7 @@ def test_cached_files_are_inside_the_folder(tmp_path, name):
     outcome = Outcome(name="net", model="net.onnx", output="out/net.onnx", status="done", digests=Digests(key="key"))
     for products in ({"net.onnx": "a" * 64}, {"a/..b/net.onnx": "a" * 64}, {"net.onnx": "a" * 64, name: "b" * 64}):
         stored = replace(outcome, products=products)
-        (tmp_path / "key.json").write_text(json.dumps(outcome_json(stored)))
+        (tmp_path / "key.json").write_text(json.dumps(record_json(stored)))
         assert _read_cached_outcome(tmp_path / "key.json") == (None if name in products else stored)
 
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from graphquant.batch.types import TIME_KEYS, batch_report_json
+from graphquant.batch.types import TIME_KEYS, record_json
 
 
 def report_without_times(report):
     """Return a report as JSON data that does not depend on workers or dates."""
-    data = {key: value for key, value in batch_report_json(report).items() if key not in TIME_KEYS}
+    data = {key: value for key, value in record_json(report).items() if key not in TIME_KEYS}
     data["outcomes"] = [
         {key: value for key, value in outcome.items() if key not in TIME_KEYS} for outcome in data["outcomes"]
     ]

@@ -28,8 +28,7 @@ from graphquant.batch.types import (
     Level,
     Outcome,
     OutcomeChange,
-    batch_report_json,
-    outcome_json,
+    record_json,
 )
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.utils.atomic_files import write_file
@@ -42,12 +41,7 @@ if TYPE_CHECKING:
 
 def as_json(report: BatchReport) -> str:
     """Return JSON as specified by report.schema.json; `--compare` and `--merge` read it."""
-    return json.dumps(batch_report_json(report), indent=2, allow_nan=False) + "\n"
-
-
-def as_sarif(report: BatchReport) -> str:
-    """Return SARIF 2.1.0 for code scanning."""
-    return json.dumps(sarif_log(report_notices(report), ALL_CODES), indent=2) + "\n"
+    return json.dumps(record_json(report), indent=2, allow_nan=False) + "\n"
 
 
 def as_annotations(report: BatchReport) -> str:
@@ -58,7 +52,7 @@ def as_annotations(report: BatchReport) -> str:
 REPORTS: Mapping[str, Callable[[BatchReport], str]] = {
     ".json": as_json,
     ".xml": junit_xml,
-    ".sarif": as_sarif,
+    ".sarif": lambda report: json.dumps(sarif_log(report_notices(report), ALL_CODES), indent=2) + "\n",
     ".md": report_markdown,
     ".html": report_page,
     ".csv": report_csv,
@@ -241,7 +235,7 @@ def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
     finished = [outcome for outcome in outcomes if outcome.status != "skipped"] or outcomes[:1]
     ignored = {*TIME_KEYS, "status"}
     contents = [
-        {key: value for key, value in outcome_json(outcome).items() if key not in ignored} for outcome in finished
+        {key: value for key, value in record_json(outcome).items() if key not in ignored} for outcome in finished
     ]
     if any(content != contents[0] for content in contents):
         raise UsageError(f"Two shards have different outcomes of {name}. Give the reports of one batch.")

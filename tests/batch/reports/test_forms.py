@@ -23,9 +23,9 @@ from graphquant.batch.types import (
     OutcomeChange,
     OutcomeMetrics,
     Problem,
-    batch_report_json,
     parse_json,
     read_report,
+    record_json,
 )
 from graphquant.errors import UsageError
 from graphquant.visualize.tables import Column, make_console, render_text
@@ -59,7 +59,7 @@ def test_json_without_times(report_of_each_status):
     )
     assert later_report.changes != report_of_each_status.changes
     assert report_without_times(report_of_each_status) == report_without_times(later_report)
-    assert batch_report_json(report_of_each_status) != batch_report_json(later_report)
+    assert record_json(report_of_each_status) != record_json(later_report)
 
 
 def test_warnings_are_in_each_form(report_of_each_status, tmp_path):
