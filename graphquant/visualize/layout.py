@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import networkx as nx
+
 from graphquant.ir import paused_gc
 
 OP_GAP = 24  # room between two ops of a layer, in drawing units
@@ -69,29 +71,15 @@ def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[i
     """Return a topological order, and the back edges that were ignored for it."""
     if all(target > source for source, targets in enumerate(readers) for target in targets):
         return range(len(readers)), set()
-    visited, on_stack = bytearray(len(readers)), bytearray(len(readers))
+    graph = nx.from_dict_of_lists(dict(enumerate(readers)), nx.DiGraph)
+    finished: dict[int, None] = {}
     back_edges: set[tuple[int, int]] = set()
-    order: list[int] = []
-    for start in range(len(readers)):
-        if visited[start]:
-            continue
-        stack = [(start, iter(readers[start]))]
-        visited[start] = on_stack[start] = 1
-        while stack:
-            current, remaining = stack[-1]
-            for target in remaining:
-                if on_stack[target]:
-                    back_edges.add((current, target))
-                elif not visited[target]:
-                    visited[target] = on_stack[target] = 1
-                    stack.append((target, iter(readers[target])))
-                    break
-            else:
-                on_stack[current] = 0
-                order.append(current)
-                stack.pop()
-    order.reverse()
-    return order, back_edges
+    for source, target, kind in nx.dfs_labeled_edges(graph):
+        if kind == "reverse":
+            finished[target] = None
+        elif kind == "nontree" and target not in finished:
+            back_edges.add((source, target))
+    return list(reversed(finished)), back_edges
 
 
 def _assign_layers(readers: list[list[int]], order: Iterable[int], back_edges: set[tuple[int, int]]) -> list[int]:
