@@ -136,15 +136,11 @@ def lint_model(
     context = LintContext(quantizations=quantizations, backend=backend, verdicts=by_op, joined_verdicts=joined_by_op)
     for graph, op in model.reachable_ops():
         for check in _LINT_CHECKS:
-            findings += (_make_lint_finding(graph, op, problem) for problem in check(context, graph, op))
+            problems = check(context, graph, op)
+            findings += (LintFinding(code, graph.name, op.name, message, fix) for code, message, fix in problems)
     findings += _check_uncalled_functions(model)
     findings += [] if stats is None else _check_unobserved_tensors(quantizations, stats)
     return verdicts, tuple(sorted(findings, key=lambda finding: finding.code))
-
-
-def _make_lint_finding(graph: Graph, op: Op, problem: Problem) -> LintFinding:
-    code, message, fix = problem
-    return LintFinding(code, graph.name, op.name, message, fix)
 
 
 def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
@@ -263,14 +259,10 @@ def _is_unfusable_clip(context: LintContext, graph: Graph, op: Op) -> bool:
     )
 
 
-def _check_slower_on_integers(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
+def _check_integer_kernel(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     verdict = context.verdicts.get((graph.name, op.name))
     if verdict is not None and verdict.note:
         yield "GQ113", verdict.note, "keep it in float"
-
-
-def _check_fault(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
-    verdict = context.verdicts.get((graph.name, op.name))
     if verdict is not None and verdict.fault:
         yield "GQ114", verdict.fault, "install a newer release of the runtime, or keep the op in float"
 
@@ -452,8 +444,8 @@ def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
         if quantization_ops:
             kinds = Counter(op.type for op in quantization_ops)
             counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            problem = "GQ107", f"nothing calls its graph, which has {counted}", "remove the function"
-            yield _make_lint_finding(graph, quantization_ops[0], problem)
+            message = f"nothing calls its graph, which has {counted}"
+            yield LintFinding("GQ107", name, quantization_ops[0].name, message, "remove the function")
 
 
 def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -> list[LintFinding]:
@@ -467,8 +459,8 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
         any_matched = any_matched or bool(observable)
         if observable and not any(ref in stats.sketches and stats.sketches[ref].count for ref in observable):
             fix = "calibrate with data that reaches it, or keep it in float"
-            problem = "GQ107", f"no calibration sample reached {observable[0]}", fix
-            findings.append(_make_lint_finding(graph, op, problem))
+            message = f"no calibration sample reached {observable[0]}"
+            findings.append(LintFinding("GQ107", graph.name, op.name, message, fix))
     if not any_matched:
         path = quantizations.model.path or "the model"
         message = f"The statistics contain none of the tensors that {path} quantizes."
@@ -479,6 +471,5 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
 _LINT_CHECKS: tuple[Callable[[LintContext, Graph, Op], Iterator[Problem]], ...] = (
     *(_check_symmetric_relu, _check_weighted_op, _check_data_movement, _check_bias, _check_concat_ranges),
     *(_check_weight_scales, _check_scale_value, _check_unused_quantization, _check_blocked_fusion),
-    _check_slower_on_integers,
-    _check_fault,
+    _check_integer_kernel,
 )

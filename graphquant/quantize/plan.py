@@ -183,7 +183,17 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "steps": [asdict(step) for step in plan.steps],
         "schemes": {label: _scheme_to_json(scheme, label) for label, scheme in schemes.items()},
         "sites": [_site_to_json(site, labels[site.scheme]) for site in plan.sites],
-        "skips": [_skip_to_json(skip) for skip in plan.skips],
+        "skips": [
+            {
+                "tensor": _reference_to_json(skip.tensor),
+                "uses": list(map(_reference_to_json, skip.uses)),
+                "rule": skip.rule,
+                "reason": skip.reason,
+                "code": str(skip.code),
+                **({"fused": True} if skip.fused else {}),
+            }
+            for skip in plan.skips
+        ],
         "unused": list(plan.unused),
         "algorithms": list(plan.algorithms),
         **({"warnings": list(plan.warnings)} if plan.warnings else {}),
@@ -206,17 +216,6 @@ def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
         },
     }
     return data | {key: value for key, value in optional_values.items() if value is not None}
-
-
-def _skip_to_json(skip: Skip) -> dict[str, Any]:
-    return {
-        "tensor": _reference_to_json(skip.tensor),
-        "uses": list(map(_reference_to_json, skip.uses)),
-        "rule": skip.rule,
-        "reason": skip.reason,
-        "code": str(skip.code),
-        **({"fused": True} if skip.fused else {}),
-    }
 
 
 def _scheme_to_json(scheme: Scheme, label: str) -> dict[str, Any]:

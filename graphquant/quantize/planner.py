@@ -414,10 +414,7 @@ class _PlanBuilder:
                     continue
                 readers = [reader for uses in graph.consumers_by_port(use.op).values() for reader in uses]
                 if any(reader.graph != use.graph and reader not in planned_uses for reader in readers):
-                    site.uses.remove(use)
-                    self._add_skip(replace(site.first_match, use=use), SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
-            if not site.uses:
-                del self._sites[key]
+                    self._move_to_skips(key, use, SkipCode.CAPTURE, CAPTURED_BY_SUBGRAPH)
 
     def skip_final_identities(self) -> None:
         """Remove pairs after an Identity that names an output, if its input is quantized.
@@ -433,10 +430,7 @@ class _PlanBuilder:
             if tensor.graph or model.op(tensor).kind != "identity" or operand not in planned_uses:
                 continue
             for use in [use for use in site.uses if is_implied_output(model, use)]:
-                site.uses.remove(use)
-                self._add_skip(replace(site.first_match, use=use), SkipCode.QUANTIZED, ALREADY_QUANTIZED)
-            if not site.uses:
-                del self._sites[key]
+                self._move_to_skips(key, use, SkipCode.QUANTIZED, ALREADY_QUANTIZED)
 
     def skip_weights_of_float16_ops(self) -> None:
         """Remove the weights of ops whose float16 input onnxruntime cannot take as integers.
@@ -457,10 +451,15 @@ class _PlanBuilder:
             for use in list(site.uses):
                 reason = reasons.get((use.graph, use.op))
                 if reason is not None and self.matcher.parameters.is_parameter(site.first_match.tensor):
-                    site.uses.remove(use)
-                    self._add_skip(replace(site.first_match, use=use), SkipCode.SCHEME, reason)
-            if not site.uses:
-                del self._sites[key]
+                    self._move_to_skips(key, use, SkipCode.SCHEME, reason)
+
+    def _move_to_skips(self, key: tuple[object, ...], use: Use, code: SkipCode, reason: str) -> None:
+        """Skip a use of a site instead."""
+        site = self._sites[key]
+        site.uses.remove(use)
+        if not site.uses:
+            del self._sites[key]
+        self._add_skip(replace(site.first_match, use=use), code, reason)
 
     def _next_matching_rule(self, match: RuleMatch) -> RuleMatch | None:
         """Return the match of the next rule for a use whose tie had no effect. Rules that tie are not considered."""

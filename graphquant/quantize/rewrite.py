@@ -320,16 +320,15 @@ def _add_weight_barriers(model: Model) -> None:
     def source(tensor: TensorRef) -> TensorRef | None:
         return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
-    def source_before_moves(tensor: TensorRef) -> TensorRef | None:
-        return source(tensor) if model.op(tensor).kind in MOVED_KINDS | {"pad"} else None
-
     for graph in model.graphs.values():
         barriers: dict[TensorRef, TensorRef] = {}
         for op in [op for op in graph.ops() if op.type in JOINED_KINDS and not op.domain]:
             data, weight = [*graph.slots(op.name), None, None][:2]
             if data is None or weight is None or not parameters.is_parameter(weight):
                 continue
-            origin = follow_to_end(data, source_before_moves)
+            origin = follow_to_end(
+                data, lambda ref: source(ref) if model.op(ref).kind in MOVED_KINDS | {"pad"} else None
+            )
             is_float = all(model.op(tensor).kind not in QUANTIZATION_KINDS for tensor in follow(weight, source))
             quantize_op = _find_quantize_op(graph, op.name, parameters) if is_float else None
             rule = model.op(origin).rule or (quantize_op.rule if quantize_op is not None else "")

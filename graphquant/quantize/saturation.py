@@ -28,12 +28,8 @@ def _erf(x: Array) -> Array:
     return np.array([math.erf(value) for value in x])
 
 
-def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "tanh": np.tanh,
     "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
     "gelu": lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2,

@@ -303,12 +303,8 @@ def restore_source(record: bytes, written: Any) -> tuple[Any, bool]:
         raise ModelError(_DAMAGED_RECORD) from error
     if _message_digest(message) != header["digest"]:
         raise ModelError(_DAMAGED_RECORD)
-    return message, structure_digest(written) == header["written"]
-
-
-def structure_digest(message: Any) -> str:
-    """Return the hex SHA-256 of a message without its large values."""
-    return _message_digest(_without_large_values(message, large_values(message)))
+    structure_digest = _message_digest(_without_large_values(written, large_values(written)))
+    return message, structure_digest == header["written"]
 
 
 def _decode_value(encoded: list[Any], written_values: dict[str, bytes], blobs: bytes, offset: int) -> tuple[bytes, int]:

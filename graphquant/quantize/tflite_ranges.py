@@ -230,14 +230,16 @@ def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:
         if op.kind == "call" and op.calls and current.port < len(model.graphs[op.calls[0].graph].outputs):
             body = model.graphs[op.calls[0].graph]
             return body.source_of(Use(body.name, body.outputs[current.port], 0))
-        return _forwarded_tensor(model, current)
+        return _source_of_kinds(model, current)
 
     return follow_to_end(ref, inner_source, MAX_PASSTHROUGH_OPS)
 
 
-def _forwarded_tensor(model: Model, tensor: TensorRef) -> TensorRef | None:
-    """Return the tensor that a forwarding op or a Q/DQ pair reads, None for another op."""
-    if model.op(tensor).kind not in FORWARDING_KINDS | {"qdq"}:
+def _source_of_kinds(
+    model: Model, tensor: TensorRef, kinds: Collection[str] = FORWARDING_KINDS | {"qdq"}
+) -> TensorRef | None:
+    """Return the tensor that an op of some kinds reads, by default a forwarding op or a Q/DQ pair; otherwise None."""
+    if model.op(tensor).kind not in kinds:
         return None
     return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
@@ -249,7 +251,7 @@ def iterate_equivalent_tensors(
 
     def outer_source(current: TensorRef) -> TensorRef | None:
         if model.op(current).kind != "input" or len(callers.get(current.graph, ())) != 1:
-            return _forwarded_tensor(model, current)
+            return _source_of_kinds(model, current)
         use, call = callers[current.graph][0]
         if call.offset is None or call.loop:
             return None
@@ -318,8 +320,11 @@ def transfer_ranges(
     for site in plan.sites:
         name = mapped.get(site.tensor)
         if name is None and not site.parameter and site.clone_of is None:
-            equivalent_tensors = _iterate_unmoved_tensors(model, callers, site.tensor)
-            name = next((file_names[ref] for ref in equivalent_tensors if ref in file_names), None)
+            unmoved = follow(
+                site.tensor, lambda ref: _source_of_kinds(model, ref, RESHAPING_KINDS), MAX_PASSTHROUGH_OPS - 1
+            )
+            equivalent = (ref for tensor in unmoved for ref in iterate_equivalent_tensors(model, callers, tensor))
+            name = next((file_names[ref] for ref in equivalent if ref in file_names), None)
         if name is None and site.parameter and weights and site.view is None:
             name = _matching_constant(model, site, entries)
         updated = None if name is None else _with_file_scale(site, entries[name][0])
@@ -351,21 +356,6 @@ def _matching_constant(model: Model, site: Site, entries: Mapping[str, tuple[Out
             stored = stored_quantization(output)
             return name if stored.scale.size == 1 or stored.axis == site.axis else None
     return None
-
-
-def _iterate_unmoved_tensors(
-    model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
-) -> Iterator[TensorRef]:
-    """Yield the tensor, equivalent ones, and those whose values reshapes and transposes move into it."""
-    for moved in follow(tensor, lambda current: _reshaped_tensor(model, current), MAX_PASSTHROUGH_OPS - 1):
-        yield from iterate_equivalent_tensors(model, callers, moved)
-
-
-def _reshaped_tensor(model: Model, tensor: TensorRef) -> TensorRef | None:
-    """Return the tensor that a reshape or transpose reads, None for another op."""
-    if model.op(tensor).kind not in RESHAPING_KINDS:
-        return None
-    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
 
 def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:

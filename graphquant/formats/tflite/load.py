@@ -24,6 +24,7 @@ from graphquant.errors import ModelError
 from graphquant.formats.tflite import ops
 from graphquant.formats.tflite.ops import SUBGRAPH_FIELDS, describe_tflite_op
 from graphquant.ir import Call, Graph, Model, Op, Output, StoredQuantization, TensorRef, paused_gc
+from graphquant.numerics import block_scale_shape
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -377,12 +378,12 @@ def _with_block_scales(tensors: Sequence[_TensorEntry], index: int, quantization
     block, scales = blockwise.number("block_size", "i"), _constant_at(tensors, blockwise.number("scales", "i"))
     if scales is None or scales.dtype.kind != "f" or block < 1:
         raise _damaged_file_error(f"{label} has no scales, or the block size {block}")
-    axes = [axis for axis, size in enumerate(sizes) if scales.shape == _block_counts(sizes, axis, block)]
-    if not axes and sizes and scales.size == math.prod(_block_counts(sizes, len(sizes) - 1, block)):
+    axes = [axis for axis, size in enumerate(sizes) if scales.shape == block_scale_shape(sizes, axis, block)]
+    if not axes and sizes and scales.size == math.prod(block_scale_shape(sizes, len(sizes) - 1, block)):
         axes = [len(sizes) - 1]  # a flat list of scales
     if not axes:
         raise _damaged_file_error(f"{label} of {block} has the shape {list(sizes)} and {list(scales.shape)} scales")
-    shape = _block_counts(sizes, axes[-1], block)
+    shape = block_scale_shape(sizes, axes[-1], block)
     number = blockwise.number("zero_points", "i")  # symmetric weights have the index -1, or by default 0
     values = _constant_at(tensors, number) if number > 0 else None
     if values is not None and values.size != scales.size:
@@ -390,11 +391,6 @@ def _with_block_scales(tensors: Sequence[_TensorEntry], index: int, quantization
     zeros = np.broadcast_to(np.int64(0), shape) if values is None else values.reshape(shape)
     blocks = replace(stored, scale=scales.reshape(shape), zero_point=zeros, axis=axes[-1], block=block)
     return entry._replace(output=replace(entry.output, quantization=blocks))
-
-
-def _block_counts(sizes: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
-    """Return the number of scales along each axis."""
-    return (*sizes[:axis], -(-sizes[axis] // block), *sizes[axis + 1 :]) if sizes else ()
 
 
 def _constant_at(tensors: Sequence[_TensorEntry], index: int) -> Array | None:
