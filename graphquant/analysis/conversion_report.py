@@ -242,8 +242,9 @@ def _stored_tensors(
                     continue
                 runtime_tensor = runtime_by_index.get((graph_index, output.quantization.index))
                 if op.kind in STORED_KINDS:
-                    axis = _weight_channel_axis(graph, TensorRef(graph.name, op.name, port))
-                    constants.append(_StoredTensor(output, runtime_tensor, axis))
+                    readers = [(use, graph.op(use.op)) for use in graph.consumers(TensorRef(graph.name, op.name, port))]
+                    axes = (reader.channel_axis for use, reader in readers if reader.role(use.slot) == "weight")
+                    constants.append(_StoredTensor(output, runtime_tensor, next(axes, None)))
                 # Only inputs and outputs of the file are uint8. The int8 tensors beside them have the planned scales.
                 elif output.dtype != "uint8":
                     activations.setdefault(output.name, _StoredTensor(output, runtime_tensor))
@@ -405,24 +406,11 @@ def join_reports(reports: Sequence[ConversionReport]) -> ConversionReport:
     """Return the report of a plan whose signatures were converted one by one; each has a part of the tensors."""
     lines = zip(*(report.tensors for report in reports), strict=True)
     return ConversionReport(
-        tensors=tuple(max(candidates, key=_line_rank) for candidates in lines),
+        # A tensor that differs from its plan comes before one that agrees, and an absent one last.
+        tensors=tuple(max(part, key=lambda line: (line.index is not None, bool(line.problem))) for part in lines),
         float_ops=tuple(float_op for report in reports for float_op in report.float_ops),
         op_count=sum(report.op_count for report in reports),
     )
-
-
-def _line_rank(line: ConvertedTensor) -> int:
-    """Return 2 for a tensor that differs from its plan, 1 for one that agrees, 0 for one that is absent."""
-    return 0 if line.index is None else 2 if line.problem else 1
-
-
-def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
-    """Return the channel axis of the first op that reads a constant as its weight."""
-    for use in graph.consumers(tensor):
-        op = graph.op(use.op)
-        if op.role(use.slot) == "weight":
-            return op.channel_axis
-    return None
 
 
 def _compare_tensor(insertion: InsertedPair, stored: _StoredTensor | None) -> ConvertedTensor:

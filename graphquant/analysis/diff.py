@@ -166,9 +166,7 @@ def _quantization_helper_ops(model: Model) -> set[OpKey]:
                     elif not passed and reader.type not in CHECKPOINT_WRITER_TYPES:
                         others.append(tensor)
     feeds_scales, feeds_others = (set(reachable(ends, sources.__getitem__)) for ends in (scales, others))
-    passed_on = reachable(
-        feeds_scales - feeds_others, targets.__getitem__
-    )  # also an argument that a function does not read
+    passed_on = reachable(feeds_scales - feeds_others, targets.__getitem__)  # also arguments that no function reads
     helper_ops = {(tensor.graph, tensor.op) for tensor in passed_on if not model.op(tensor).calls}
     return helper_ops | set(_initialization_ops(model, helper_ops))
 
@@ -344,15 +342,12 @@ def _wiring_changes(
 def diff_sites(first: Model, second: Model, op_pairs: OpMatching) -> tuple[list[ModelChange], int]:
     """Compare the quantization of two models; also count the uses that are quantized in only one."""
     before, after = _quantization_by_use(first), _quantization_by_use(second)
-    translated: dict[Use | None, list[QuantizationOp]] = {}
-    for use, quantization_ops in before.items():
-        op = op_pairs.forward.get((use.graph, use.op))
-        translated[None if op is None else Use(*op, use.slot)] = quantization_ops
-    rerouted = sum(
-        len(quantization_ops) != len(after.get(use, ()))
-        for use, quantization_ops in translated.items()
-        if use is not None
-    ) + sum(use not in translated for use in after)
+    translated = {
+        Use(*op, use.slot): quantization_ops
+        for use, quantization_ops in before.items()
+        if (op := op_pairs.forward.get((use.graph, use.op))) is not None
+    }
+    rerouted = sum(len(translated.get(use, ())) != len(after.get(use, ())) for use in {*translated, *after})
     matches: dict[str, tuple[QuantizationOp, QuantizationOp | None]] = {}
     matched_keys: set[str] = set()
     for use, quantization_ops in after.items():

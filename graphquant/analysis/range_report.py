@@ -178,7 +178,9 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
         for name in methods
         if (method_range := _range_by_method(name, tensor_range.sketch, grid)) is not None
     }
-    auto_method = _resolve_auto_method(ranges) if is_auto else ""
+    auto_method = ""
+    if is_auto and (auto := ranges.get("auto")) is not None:
+        auto_method = next((name for name in ("minmax", "mse") if ranges.get(name) == auto), "mse, widened")
     alternatives = []
     for name, alternative_range in ranges.items() if compare_methods else ():
         if grid.symmetric and grid.type.symmetric_zero_point and not tensor_range.params.zero_point.any():
@@ -199,14 +201,6 @@ def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Ran
         return observer.choose_range(sketch, grid, defaults)
     except DataError:
         return None
-
-
-def _resolve_auto_method(ranges: Mapping[str, Range]) -> str:
-    """Return the observer that "auto" resolved to."""
-    auto = ranges.get("auto")
-    if auto is None:
-        return ""
-    return next((name for name in ("minmax", "mse") if ranges.get(name) == auto), "mse, widened")
 
 
 def _describe_method(site: Site) -> str:

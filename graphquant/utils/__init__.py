@@ -106,8 +106,3 @@ ONEDNN_OFF = "0"
 def disable_onednn() -> None:
     """Disable oneDNN in a TensorFlow that is imported later, unless the user has set the variable."""
     os.environ.setdefault(ONEDNN_VARIABLE, ONEDNN_OFF)
-
-
-def onednn_setting() -> str:
-    """Return the setting in effect. Results with and without oneDNN differ."""
-    return os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,19 +77,15 @@ def _decibel_text(value: float) -> str:
     return {math.inf: "equal", -math.inf: "none"}.get(value, f"{value:.2f}")
 
 
-def _percent_text(share: float) -> str:
-    return f"{100 * share:.2f}%"
+_percent_text = "{:.2%}".format
 
 
-def _accuracy_text(accuracy: tuple[float, float]) -> str:
-    """Return the accuracy of the float and of the quantized model."""
-    return " -> ".join(map(_percent_text, accuracy))
+def _both_texts(form: Callable[[float], str]) -> Callable[[tuple[float, float]], str]:
+    """Return a function that formats the figures of the float and of the quantized model."""
+    return lambda figures: " -> ".join(map(form, figures))
 
 
-def _perplexity_text(perplexity: tuple[float, float]) -> str:
-    """Return the perplexity of the float and of the quantized model."""
-    return " -> ".join(f"{value:.4g}" for value in perplexity)
-
+_accuracy_text, _perplexity_text = _both_texts(_percent_text), _both_texts("{:.4g}".format)
 
 OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
     Column("output", lambda output: " = ".join(dict.fromkeys((output.name, output.quantized_name)))),
@@ -389,7 +385,7 @@ def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str
     if output.agreement is not None:
         figures.append(f"{percent(output.agreement)} top-1 agreement")
     if output.accuracy is not None:
-        figures.append(f"accuracy {percent(output.accuracy[0], 2)} -> {percent(output.accuracy[1], 2)}")
+        figures.append(f"accuracy {_accuracy_text(output.accuracy)}")
     if output.perplexity is not None:
         figures.append(f"perplexity {_perplexity_text(output.perplexity)}")
     return (

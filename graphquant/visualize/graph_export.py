@@ -19,7 +19,7 @@ from graphquant.numerics import Array, DynamicQParams
 from graphquant.qdq import read_qparams
 from graphquant.visualize import JSON_SCHEMA_VERSION
 from graphquant.visualize.annotations import Annotation, annotation_text
-from graphquant.visualize.drawing import Box, Drawing, DrawnConstant, Wire, drawn_shape
+from graphquant.visualize.drawing import Box, Drawing, Wire, drawn_shape
 from graphquant.visualize.viewer_data import attributes_text, box_label, box_width, drawing_layout
 
 if TYPE_CHECKING:
@@ -48,7 +48,16 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
                     {"name": out.name, "dtype": out.dtype, "shape": None if out.shape is None else list(out.shape)}
                     for out in box.op.outputs
                 ],
-                "constants": [_constant_json(constant) for constant in box.constants],
+                "constants": [
+                    {
+                        **{key: getattr(constant, key) for key in ("slot", "role", "name")},
+                        "dtype": constant.dtype or None,
+                        "shape": constant.shape or None,
+                        "quantization": list(constant.annotations),
+                        "reason": constant.reason,
+                    }
+                    for constant in box.constants
+                ],
                 "quantization": list(box.annotations),
             }
             for number, box in enumerate(drawing.boxes)
@@ -70,16 +79,6 @@ def graph_json(drawing: Drawing) -> dict[str, Any]:
             _annotation_json(annotation, ops)
             for annotation, ops in zip(drawing.annotations, drawing.folded_ops, strict=True)
         ],
-    }
-
-
-def _constant_json(constant: DrawnConstant) -> dict[str, Any]:
-    return {
-        **{key: getattr(constant, key) for key in ("slot", "role", "name")},
-        "dtype": constant.dtype or None,
-        "shape": constant.shape or None,
-        "quantization": list(constant.annotations),
-        "reason": constant.reason,
     }
 
 

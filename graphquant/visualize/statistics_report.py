@@ -95,11 +95,6 @@ def stats_heading(report: RangeReport) -> str:
     return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
 
 
-def _estimated_sqnr_text(sqnr: float) -> str:
-    """Return the estimated SQNR to one decimal; "exact" if nothing is lost."""
-    return "exact" if sqnr > EXACT_SQNR else f"{sqnr:.1f}"
-
-
 TENSOR: Column[TensorRange] = Column("tensor", lambda entry: entry.tensor)
 SEEN: Column[TensorRange] = Column("seen", lambda entry: entry.sketch, value_range_text)
 STATS_COLUMNS: tuple[Column[TensorRange], ...] = (
@@ -111,7 +106,12 @@ STATS_COLUMNS: tuple[Column[TensorRange], ...] = (
 """Columns of the page, and of the terminal without a model."""
 
 RANGE_COLUMNS: tuple[Column[TensorRange], ...] = (
-    Column("SQNR", lambda entry: entry.cost and entry.cost.sqnr, _estimated_sqnr_text, number=True),
+    Column(
+        "SQNR",
+        lambda entry: entry.cost and entry.cost.sqnr,
+        lambda sqnr: "exact" if sqnr > EXACT_SQNR else f"{sqnr:.1f}",
+        number=True,
+    ),
     Column(
         "clipped",
         lambda entry: entry.cost,

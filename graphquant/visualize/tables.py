@@ -113,10 +113,6 @@ class Column(Generic[Row]):
         value = self.value(row)
         return "" if value is None else self.form(value)
 
-    def csv_cell(self, row: Row) -> Any:
-        """Return a number as it is, or escaped text."""
-        return self.value(row) if self.number else escape_unprintable(str(self.cell(row)))
-
     def markdown_cell(self, row: Row) -> str:
         """Return a cell as Markdown."""
         return escape_markdown(str(self.cell(row)))
@@ -183,7 +179,11 @@ class Table(Generic[Row]):
         file = StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.heading for column in self.columns)
-        writer.writerows([column.csv_cell(row) for column in self.columns] for row in self.rows)
+        for row in self.rows:
+            writer.writerow(
+                column.value(row) if column.number else escape_unprintable(str(column.cell(row)))
+                for column in self.columns
+            )
         return file.getvalue()
 
     def markdown_lines(self, special: CellMarkup[Row] = NO_MARKUP) -> list[str]:

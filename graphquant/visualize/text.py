@@ -95,7 +95,10 @@ def result_view(result: Result, *, tables: bool = True, to_tflite: bool = False)
     sections += [*repair_view(result.search, result.validation), *search_view(result.search, result.validation)]
     if result.inserted:
         runtime_lines = _runtime_lines(result)
-        sections += [*validation_view(result.validation), *_time_lines(result)]
+        sections += validation_view(result.validation)
+        if result.time_ratio is not None:
+            message = f"Time: {result.time_ratio.median:.2f} of the float model's, in ONNX Runtime on this machine."
+            sections.append(plain_line(message))
         sections += runtime_lines[: None if tables else 1]
     sections += [] if tables else _count_lines(result)
     if result.tflite_ranges is not None:
@@ -121,7 +124,12 @@ def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
     lines += _unused_rules_lines(result.plan, shipped=False)
     lines += _plan_warnings(result.plan) if result.time_ratio is None else []  # a measured time replaces an estimate
     if result.inserted:
-        lines += _fault_lines(result) + _slowdown_lines(result) + _tensorflow_time_lines(result, to_tflite=to_tflite)
+        lines += _fault_lines(result) + _slowdown_lines(result)
+    if result.inserted and result.model.format == "tensorflow" and not to_tflite:  # no integer kernels for pairs
+        message = "note: TensorFlow computes the Q/DQ ops in addition to the float ops, so the result is not faster"
+        lines.append(
+            plain_line(f"{message} there. -o NAME.tflite writes a file that runs on integers.", style="yellow")
+        )
     if result.unjudged_reason:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         lines.append(plain_line(message, style="yellow"))
@@ -149,13 +157,6 @@ def _size_lines(result: Result) -> list[RenderableType]:
         return []
     before, after = (model_constant_bytes(model) for model in (result.source, result.model))
     return [plain_line(f"Constants: {before:,} -> {after:,} bytes ({percent(after / max(before, 1))}).")]
-
-
-def _time_lines(result: Result) -> list[RenderableType]:
-    """Return the time relative to the float model, if it was measured."""
-    if result.time_ratio is None:
-        return []
-    return [plain_line(f"Time: {result.time_ratio.median:.2f} of the float model's, in ONNX Runtime on this machine.")]
 
 
 def result_figures(result: Result) -> list[tuple[str, str]]:
@@ -258,14 +259,6 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
     # Rules without a backend may be for other hardware, which needs the sites that ONNX Runtime computes slowly.
     message += " --optimize latency measures which ops are faster in float." if result.plan.targets else ""
     return [plain_line(f"{message} See docs/howto/slower.md.", style="yellow")]
-
-
-def _tensorflow_time_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
-    """Return a note that a TensorFlow model does not gain time, because TensorFlow has no integer kernels for pairs."""
-    if result.model.format != "tensorflow" or to_tflite:
-        return []
-    message = "note: TensorFlow computes the Q/DQ ops in addition to the float ops, so the result is not faster there."
-    return [plain_line(f"{message} -o NAME.tflite writes a file that runs on integers.", style="yellow")]
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:
