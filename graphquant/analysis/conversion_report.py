@@ -407,7 +407,7 @@ def join_reports(reports: Sequence[ConversionReport]) -> ConversionReport:
     lines = zip(*(report.tensors for report in reports), strict=True)
     return ConversionReport(
         # A tensor that differs from its plan comes before one that agrees, and an absent one last.
-        tensors=tuple(max(part, key=lambda line: (line.index is not None, bool(line.problem))) for part in lines),
+        tensors=tuple(max(part, key=lambda line: line.index is not None and 1 + bool(line.problem)) for part in lines),
         float_ops=tuple(float_op for report in reports for float_op in report.float_ops),
         op_count=sum(report.op_count for report in reports),
     )

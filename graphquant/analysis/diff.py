@@ -166,7 +166,7 @@ def _quantization_helper_ops(model: Model) -> set[OpKey]:
                     elif not passed and reader.type not in CHECKPOINT_WRITER_TYPES:
                         others.append(tensor)
     feeds_scales, feeds_others = (set(reachable(ends, sources.__getitem__)) for ends in (scales, others))
-    passed_on = reachable(feeds_scales - feeds_others, targets.__getitem__)  # also arguments that no function reads
+    passed_on = reachable(feeds_scales - feeds_others, targets.__getitem__)  # also arguments that a function ignores
     helper_ops = {(tensor.graph, tensor.op) for tensor in passed_on if not model.op(tensor).calls}
     return helper_ops | set(_initialization_ops(model, helper_ops))
 

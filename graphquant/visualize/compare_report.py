@@ -385,7 +385,7 @@ def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str
     if output.agreement is not None:
         figures.append(f"{percent(output.agreement)} top-1 agreement")
     if output.accuracy is not None:
-        figures.append(f"accuracy {_accuracy_text(output.accuracy)}")
+        figures.append(f"accuracy {percent(output.accuracy[0], 2)} -> {percent(output.accuracy[1], 2)}")
     if output.perplexity is not None:
         figures.append(f"perplexity {_perplexity_text(output.perplexity)}")
     return (
