@@ -36,7 +36,7 @@ from graphquant.ir import (
     Use,
 )
 from graphquant.ir.op_matching import is_barrier
-from graphquant.qdq import DYNAMIC_PRODUCT
+from graphquant.qdq import DYNAMIC_PRODUCT, FamilyArguments, FusedForm
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx import OptimizedModel
@@ -82,8 +82,7 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 
     Args:
         model: An ONNX model. It is not modified.
-        int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs are converted to uint8 where
-            possible.
+        int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs become uint8 where possible.
 
     Raises:
         RejectedModelError: ONNX Runtime cannot load the model.
@@ -232,11 +231,17 @@ def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:
 
 def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or ""."""
-    from graphquant.formats.onnx import PRODUCT_TYPES, find_wrong_product
+    from graphquant.formats.onnx import PRODUCT_TYPES, find_wrong_product, supports_fused_form
 
+    slots = graph.slots(op.name)
+    if op.type == "MatMulNBits":
+        args = FamilyArguments(accuracy_level=4 if op.numeric_attr("accuracy_level", 0) == 4 else 0)  # noqa: PLR2004  # level
+        bits, has_zero_points = int(op.numeric_attr("bits", 4)), len(slots) > 3 and slots[3] is not None  # noqa: PLR2004  # slot
+        form = FusedForm(op_type=op.type, bits=bits, args=args, has_zero_points=has_zero_points)
+        is_wrong = not supports_fused_form(form)
+        return f"this onnxruntime computes products of {bits}-bit weights wrong on this CPU" if is_wrong else ""
     if op.type not in WEIGHT_SLOTS:
         return ""
-    slots = graph.slots(op.name)
     tensors = slots[0], slots[WEIGHT_SLOTS[op.type]]
     types = tuple("" if tensor is None else element_type(model, tensor) for tensor in tensors)
     if op.type == DYNAMIC_PRODUCT:

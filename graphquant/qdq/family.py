@@ -120,6 +120,7 @@ class FusedForm:
     op_type: str  # the op that replaces both, "" if standard ops replace the DequantizeLinear only
     bits: int  # bits of an element of the weight
     args: FamilyArguments  # the arguments that select the form
+    has_zero_points: bool = False  # the zero points of the weight are stored
 
 
 class QDQFamily(ABC):

@@ -80,7 +80,10 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
             graph.output(tensor).shape for tensors in weights.values() for tensor in tensors if tensor is not None
         ]
         is_packed = all(_has_expert_blocks(replace(weight, shape=each)) for each in shapes)
-        return "QMoE" if is_packed and slot in weights and _has_fused_routing(consumer) else ""
+        # QMoE always divides the weights of the experts by the sum of the chosen ones.
+        is_normalized = consumer.numeric_attr("normalize_routing_weights", 0)
+        has_fused_routing = is_normalized and not consumer.numeric_attr("use_sparse_mixer", 0)
+        return "QMoE" if is_packed and slot in weights and has_fused_routing else ""
     if consumer.domain or shape is None or None in shape or not weight.bits:
         return ""
     if consumer.type == "Gather" and slot == 0 and consumer.numeric_attr("axis", 0) == 0:
@@ -96,11 +99,6 @@ def _has_row_blocks(weight: PackedWeight, shape: Shape) -> bool:
         return weight.axis == 0 and len(shape) == 2 and weight.bits == BITS_OF_BYTES  # noqa: PLR2004  # rows and columns
     is_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0 and weight.axis == len(shape) - 1
     return is_block and len(shape) > 1 and (weight.bits == 4 or (weight.bits == BITS_OF_BYTES and len(shape) == 2))  # noqa: PLR2004
-
-
-def _has_fused_routing(moe: Op) -> bool:
-    """Return True if a MoE weights its experts as QMoE does: always divided by the sum of the chosen ones."""
-    return bool(moe.numeric_attr("normalize_routing_weights", 0)) and not moe.numeric_attr("use_sparse_mixer", 0)
 
 
 def _has_expert_blocks(weight: PackedWeight) -> bool:
@@ -181,16 +179,6 @@ class FusedOnnxFamily(OnnxFamily):
             graph.replace_op(replace(graph.op(output.op), fused_attrs=attrs))
         return output
 
-    def unsupported_reason(self, request: FamilyRequest) -> str | None:
-        """Return the reason why onnxruntime does not support a request, or None."""
-        if request.args.accuracy_level == INT8_LEVEL and not request.symmetric:
-            # https://github.com/microsoft/onnxruntime/issues/29853
-            return (
-                "onnxruntime computes wrong products of one row from 4-bit weights with zero points and"
-                " accuracy_level 4 on processors with AVX2 only; use accuracy_level 0 or a symmetric scheme"
-            )
-        return super().unsupported_reason(request)
-
     def fused_forms(
         self, graph: Graph, use: Use, request: FamilyRequest, model_weights: int | None = None
     ) -> list[FusedForm]:
@@ -202,14 +190,25 @@ class FusedOnnxFamily(OnnxFamily):
         is_table, args = op_type == "GatherBlockQuantized", request.args
         default_level = INT8_LEVEL if weight.bits != FLOAT_LEVEL_BITS and request.symmetric else FLOAT_LEVEL
         level = default_level if args.accuracy_level is None else args.accuracy_level
+        if op_type == "QMoE" and not request.symmetric:
+            level = FLOAT_LEVEL
         is_fast = weight.bits == FLOAT_LEVEL_BITS or (
             weight.bits == BITS_OF_BYTES and level == INT8_LEVEL and (request.block or 0) >= MIN_BYTE_BLOCK_SIZE
         )
         elements = math.prod(size or 0 for size in request.shape or ())
         is_large = model_weights >= MIN_MODEL_ELEMENTS and elements >= MIN_MATRIX_ELEMENTS
         is_faster = is_table or (is_fast and is_large)
-        packed_args = replace(args, form="packed", accuracy_level=None if is_table else level)
-        packed = [FusedForm(op_type=op_type, bits=weight.bits, args=packed_args)] if op_type else []
+        # Some releases compute level 4 wrong with zero points (https://github.com/microsoft/onnxruntime/issues/29853).
+        levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
+        packed = [
+            FusedForm(
+                op_type=op_type,
+                bits=weight.bits,
+                args=replace(args, form="packed", accuracy_level=each),
+                has_zero_points=not request.symmetric,
+            )
+            for each in (levels if op_type else ())
+        ]
         dynamic, dynamic_type = [], ""
         if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
             dynamic_type = DYNAMIC_PRODUCT

@@ -19,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.parser import parse_model
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
+from graphquant.formats.onnx.fused_ops import unpack_elements
 from graphquant.formats.onnx.tensors import DTYPE_NAMES
 from graphquant.qdq import DYNAMIC_LSTM, DYNAMIC_PRODUCT, FusedForm
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
@@ -114,27 +115,16 @@ def has_int8_cache() -> bool:
 
     Older releases accept the model, and fail when it runs. Release 1.28 is the first one with such a kernel.
     """
-    heads = {"num_heads": 1, "kv_num_heads": 1, "k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
-    names = ["x", "x", "x", "past", "past", "last", "total", *[""] * 5, "scale", "scale"]
-    node = helper.make_node(
-        "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", kv_cache_bit_width=8, **heads
+    model = parse_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        probe (float[1, 1, 8] x, int8[1, 1, 1, 8] past, int32[1, 1] last, int32 total, float[1] scale)
+            => (float[a, b, c] y, int8[d, e, f, g] k, int8[h, i, j, l] v)
+        { y, k, v = com.microsoft.GroupQueryAttention
+        <num_heads=1, kv_num_heads=1, k_quant_type="PER_TENSOR", v_quant_type="PER_TENSOR", kv_cache_bit_width=8>
+        (x, x, x, past, past, last, total, , , , , , scale, scale) }"""
     )
-    feeds: dict[str, Any] = {
-        "x": np.ones((1, 1, 8), np.float32),
-        "past": np.ones((1, 1, 1, 8), np.int8),
-        "last": np.ones((1, 1), np.int32),
-        "total": np.array(2, np.int32),
-        "scale": np.ones(1, np.float32),
-    }
-    infos = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for name, value in feeds.items()
-    ]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.INT8, None) for name in ("k", "v")]
-    outputs.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
-    versions = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph([node], "probe", infos, outputs)
-    model = helper.make_model(graph, opset_imports=versions, ir_version=8)
+    shapes = {"x": ((1, 1, 8), "f4"), "past": ((1, 1, 1, 8), "i1"), "last": ((1, 1), "i4"), "scale": ((1,), "f4")}
+    feeds = {"total": np.array(2, np.int32), **{name: np.ones(*shape) for name, shape in shapes.items()}}
     options = onnxruntime.SessionOptions()
     options.log_severity_level = FATAL_LOG_LEVEL
     try:
@@ -180,17 +170,27 @@ def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
 
 @cache
 def supports_fused_form(form: FusedForm) -> bool:
-    """Return True if the installed onnxruntime runs the op of a form with a weight of its width."""
+    """Return True if the installed onnxruntime runs the op of a form with a weight of its width, and multiplies right.
+
+    On CPUs with AVX2 and without AVX-512, products of one row from 4-bit weights with zero points are wrong if their
+    activations are rounded to int8 (microsoft/onnxruntime#29853).
+    """
     if form.op_type in {DYNAMIC_PRODUCT, DYNAMIC_LSTM}:  # all releases have them
         return True
     bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
     narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits
     scale: Array = np.ones((1, 1), np.float32)
     attrs: dict[str, Any] = {"domain": MICROSOFT_DOMAIN, "block_size": 16}
+    random, zero_point = np.random.default_rng(0), np.zeros(8, np.uint8)
     if form.op_type == "MatMulNBits":
-        inputs, data, weight = ["data", "weight", "scale"], rows, np.zeros((1, 1, 2 * bits), np.uint8)
-        attrs |= {"K": 16, "N": 1, "bits": bits, "accuracy_level": level}
-        scale = scale[0]
+        inputs, weight = ["data", "weight", "scale"], random.integers(256, size=(8, 1, 2 * bits), dtype=np.uint8)
+        data = random.integers(-127, 128, (1, 16)).astype(np.float32)
+        data[0, 0] = 127  # so that rounding to int8 changes no value
+        attrs |= {"K": 16, "N": 8, "bits": bits, "accuracy_level": level}
+        scale = np.ones(8, np.float32)
+        if form.has_zero_points:
+            inputs = [*inputs, "zero_point"]
+        zero_point = np.arange(8, dtype=np.uint8) // 2 if form.has_zero_points else zero_point + (1 << (bits - 1))
     elif form.op_type == "GatherBlockQuantized":
         inputs, data, weight = ["weight", "data", "scale"], np.zeros((1, 1), np.int64), narrow
         attrs |= {"gather_axis": 0, "quantize_axis": 1}
@@ -205,14 +205,18 @@ def supports_fused_form(form: FusedForm) -> bool:
     node = helper.make_node(form.op_type or "Cast", inputs, ["result"], **attrs)
     input_info = helper.make_tensor_value_info("data", helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
     output_info = helper.make_tensor_value_info("result", TensorProto.FLOAT, None)
-    constants = [numpy_helper.from_array(value, name) for value, name in ((weight, "weight"), (scale, "scale"))]
+    values = {"weight": weight, "scale": scale, "zero_point": zero_point}
+    constants = [numpy_helper.from_array(values[name], name) for name in sorted(values.keys() & set(inputs))]
     opsets = [helper.make_opsetid("", OPSET_BLOCKS), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
     graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
     message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = FATAL_LOG_LEVEL
     try:
-        open_inference_session(message.SerializeToString(), options).run(None, {"data": data})
+        result = open_inference_session(message.SerializeToString(), options).run(None, {"data": data})[0]
     except RUNTIME_ERRORS:
         return False
-    return True
+    if form.op_type != "MatMulNBits":
+        return True
+    integers = unpack_elements(weight.reshape(8, -1), bits, 16).astype(np.float32)
+    return np.allclose(result, data @ (integers - zero_point[:, None]).T, rtol=1e-3, atol=1)

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,6 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import graphquant as gq
-from graphquant.errors import RuleError
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
@@ -332,11 +332,34 @@ def test_unsupported_ops_are_probed() -> None:
     assert not supports_fused_form(FusedForm(op_type="MatMulNBits", bits=3, args=args))
 
 
-def test_int8_products_with_zero_points_are_refused(tmp_path: Path) -> None:
-    """Some processors compute wrong products from 4-bit weights with zero points and rounded activations."""
-    rules = write_rules(tmp_path / "r.toml", "uint4", "accuracy_level = 4", zero="asymmetric")
-    with pytest.raises(RuleError, match="accuracy_level 0"):
-        gq.plan("sample_models/digits_cnn.onnx", rules=rules)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_int8_products_with_zero_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_right: bool) -> None:
+    """Level 4 of 4-bit weights with zero points is replaced by level 0 where the runtime computes it wrong."""
+    message = parse("y = MatMul(x, w)", "float[n, 64] x", "float[n, 8] y", {"w": np.eye(64, 8, dtype=np.float32)})
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "uint4", 'form = "packed", accuracy_level = 4', zero="asymmetric")
+    supports = lambda form: is_right or not (form.args.accuracy_level and form.has_zero_points)  # noqa: E731
+    monkeypatch.setattr("graphquant.formats.onnx.runtime.supports_fused_form", supports)
+    plan = gq.plan(tmp_path / "float.onnx", rules=rules)
+    assert plan.sites[0].scheme.args == FamilyArguments(form="packed", accuracy_level=4 if is_right else 0)
+
+
+def test_wrong_products_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A width whose products the runtime computes wrong is not supported, and `check` reports the op."""
+    message = parse("y = MatMul(x, w)", "float[n, 64] x", "float[n, 8] y", {"w": np.eye(64, 8, dtype=np.float32)})
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "uint4", 'form = "packed", accuracy_level = 4', zero="asymmetric")
+    gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "out.onnx")
+    session = SimpleNamespace(run=lambda _names, _feeds: [np.zeros((1, 8), np.float32)])
+    monkeypatch.setattr("graphquant.formats.onnx.runtime.open_inference_session", lambda _data, _options: session)
+    form = FusedForm(op_type="MatMulNBits", bits=4, args=FamilyArguments(accuracy_level=4), has_zero_points=True)
+    assert not supports_fused_form.__wrapped__(form)
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        "graphquant.formats.onnx.supports_fused_form", lambda form: not form.has_zero_points, raising=False
+    )
+    findings = gq.check(tmp_path / "out.onnx", backend="onnxruntime").findings
+    assert [finding.op for finding in findings if finding.code == "GQ114"] == ["y"]
 
 
 @given(bits=st.sampled_from([2, 4, 8]), count=st.integers(1, 40), seed=st.integers(0, 9))
