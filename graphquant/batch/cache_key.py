@@ -18,18 +18,21 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import graphquant
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests, Entry
 from graphquant.calibration.data.dataset import parse_data_spec, split_by_signature
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import UsageError
-from graphquant.formats import SUFFIXES
+from graphquant.formats import SUFFIXES, detect_format
 from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
 from graphquant.rules.load import INLINE_ARROW, resolve_costs
 from graphquant.utils import ONEDNN_OFF, ONEDNN_VARIABLE
+
+if TYPE_CHECKING:
+    from graphquant.utils.options import InsertOptions
 
 VERSIONED_PACKAGES = (
     *("numpy", "ml_dtypes", "protobuf", "onnx", "pillow", "pyarrow", "keras", "h5py"),
@@ -70,17 +73,40 @@ def program_digest(file_hashes: FileHashes) -> str:
 
     A checkout may change without a new version, so the files count too.
     """
+    digests = sorted((f"{file.parent.name}/{file.name}", file_hashes.digest(file)) for file in _program_files())
+    onednn = os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)
+    return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn)
+
+
+def _program_files() -> set[Path]:
+    """Return the files of the program and its rules."""
     package = Path(graphquant.__file__).parent
     rules = package / "rules" if (package / "rules").is_dir() else package.parent / "rules"
-    files = {
+    return {
         file
         for folder in (package, rules)
         for file in folder.rglob("*")
         if file.suffix in CODE_SUFFIXES and file.is_file()
     }
-    digests = sorted((f"{file.parent.name}/{file.name}", file_hashes.digest(file)) for file in files)
-    onednn = os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)
-    return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn)
+
+
+def resume_key(model: Path, settings: InsertOptions, min_bytes: int) -> str | None:
+    """Return a key of the result of `insert` for `resumable_output`; None if it reads data, or the model is smaller.
+
+    The key has the times of change of all files in place of their content, which may be large. Raises a GraphQuantError
+    if a file is missing, and an OSError if one cannot be read.
+    """
+    reads_data = any(value is not None for value in (settings.data, settings.stats, settings.ranges))
+    if reads_data or detect_format(model) != "onnx":
+        return None
+    files = model_files(model, allow_links=settings.allow_links)
+    if sum(file.stat().st_size for file in files) < min_bytes:
+        return None
+    rules = [find_rule_file(name) for name in settings.rules if INLINE_ARROW not in name and "\n" not in name]
+    plan = [] if settings.plan is None else [Path(settings.plan)]
+    read_files = {*_program_files(), *files, *rules, *_cost_tables(settings.rules), *plan}
+    fingerprints = [(os.path.realpath(file), *_stat_fingerprint(file)) for file in sorted(read_files)]
+    return _json_sha256(fingerprints, package_versions(), repr(settings))
 
 
 def _cost_tables(rules: Iterable[str]) -> Iterator[Path]:

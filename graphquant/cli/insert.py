@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ from graphquant.cli.output import (
     write_text_or_json,
 )
 from graphquant.errors import FindingsError, OutputExistsError, UsageError, escape_unprintable
+from graphquant.utils.atomic_files import resumable_output
 from graphquant.utils.options import NO_TARGET, InsertOptions, PlanOptions, SignatureOptions, option_fields
 from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport
     from graphquant.api import Result
+
+MIN_RESUMABLE_BYTES = 1 << 28  # size of models that take long enough to keep finished parts of the result
 
 
 @click.command(
@@ -93,20 +97,22 @@ def insert_command(
         # Its remedy does not help if other arguments are wrong too.
         _check_inputs(model, settings)
         raise
-    if not dry_run:
-        lock_output_of_command(target)
-    source = as_model(model, settings)
-    if to_tflite:
-        from graphquant.api.convert import freeze, require_convertible
-
-        source = freeze(source)
-        require_convertible(source)
-    with progress_bar() as progress:
-        result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
     written = None if dry_run else target
-    conversion = _write_result(
-        result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
-    )
+    with ExitStack() as stack:
+        if not dry_run:
+            lock_output_of_command(target)
+            stack.enter_context(resumable_output(target, _resume_key(model, settings)))
+        source = as_model(model, settings)
+        if to_tflite:
+            from graphquant.api.convert import freeze, require_convertible
+
+            source = freeze(source)
+            require_convertible(source)
+        with progress_bar() as progress:
+            result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
+        conversion = _write_result(
+            result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
+        )
     if not quiet:
         _print_result(result, written, conversion, tables=verbose)
     if conversion is not None and not conversion.agrees:
@@ -121,6 +127,15 @@ def insert_command(
         remember_output(result.export_ranges(export_ranges))
     note = "Nothing was written." if dry_run else f"{target} was written."
     _exit_with_result(result, settings, note)
+
+
+def _resume_key(model: Path, settings: InsertOptions) -> str | None:
+    """Return the key of finished parts of the result; None if they are not worth keeping."""
+    if sum(file.stat().st_size for file in model.absolute().parent.iterdir() if file.is_file()) < MIN_RESUMABLE_BYTES:
+        return None  # without the import of the next line
+    from graphquant.batch.cache_key import resume_key
+
+    return resume_key(model, settings, MIN_RESUMABLE_BYTES)
 
 
 def _check_combinations(settings: InsertOptions) -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from graphquant.utils.atomic_files import atomic_file, finished_part, write_file
+
 MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searched for names of weights files
 _MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol buffer
 _CHUNK_BYTES = 1 << 22
@@ -32,15 +34,41 @@ def may_have_external_data(path: Path) -> bool:
 
 
 class HashingWriter:
-    """A binary file that is written from its start, with the SHA-256 digest of its content."""
+    """A binary file that is written from its start, with the SHA-256 digest of its content.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash, self._size = file, hashlib.sha256(), 0
+    With a `journal`, which has the size of the file after a tensor, and the digest up to there, the file may have the
+    first tensors already. They are kept if the digest is theirs.
+    """
+
+    def __init__(self, file: IO[bytes], journal: Path | None = None) -> None:
+        self._file, self._hash, self._size, self._journal = file, hashlib.sha256(), 0, journal
+        record = journal.read_text().split() if journal is not None and journal.exists() else ["0", self.digest]
+        self._finished = int(record[0])  # bytes of the tensors that an interrupted process has written
+        while self._size < self._finished and (data := file.read(min(_CHUNK_BYTES, self._finished - self._size))):
+            self._hash.update(data)
+            self._size += len(data)
+        if self.digest != record[1]:
+            self._hash, self._finished = hashlib.sha256(), 0
+        self._size = 0
+        if journal is not None:
+            file.truncate(file.seek(self._finished))
 
     def write(self, data: Any) -> None:
         """Append bytes; raise OSError if the bytes cannot be written."""
         self._size += self._file.write(data)
         self._hash.update(data)
+
+    def skip_to(self, end: int) -> bool:
+        """Move to the end of a tensor and return True if the file has it already."""
+        is_finished = end <= self._finished
+        self._size = end if is_finished else self._size
+        return is_finished
+
+    def finish_tensor(self) -> None:
+        """Record that a tensor ends here. Raises an OSError or a UsageError if the journal cannot be written."""
+        if self._journal is not None:
+            self._file.flush()
+            write_file(self._journal, f"{self._size} {self.digest}")
 
     def tell(self) -> int:
         """Return the number of bytes written."""
@@ -50,6 +78,26 @@ class HashingWriter:
     def digest(self) -> str:
         """Hex SHA-256 digest of the bytes written."""
         return self._hash.hexdigest()
+
+
+@contextmanager
+def open_weights_file(path: Path) -> Iterator[HashingWriter]:
+    """Open the weights file of the model at `path`, which gets its name if the block ends without an error.
+
+    A command that can be resumed goes on with the file of a process that was interrupted. Raises an OSError if the file
+    cannot be written.
+    """
+    partial = finished_part("weights")
+    if partial is None:
+        with atomic_file(path.with_name(f"{path.name}.data"), lambda: weights_path(path, writer.digest)) as file:
+            writer = HashingWriter(file)
+            yield writer
+        return
+    partial.touch()
+    with partial.open("r+b") as file:
+        writer = HashingWriter(file, finished_part("journal"))
+        yield writer
+    partial.replace(weights_path(path, writer.digest))
 
 
 def weights_path(path: Path, digest: str) -> Path:

@@ -6,9 +6,12 @@ work of another: tied sites stay tied, scales only grow, and biases, which depen
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +58,7 @@ from graphquant.quantize.ties import (
     skip_unfed_ties,
     solve_block_scales,
 )
+from graphquant.utils.atomic_files import finished_part, write_file
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
@@ -96,7 +100,9 @@ def find_site_ranges(
             if site.scale is not None:
                 state.params[index] = _params_given_by_plan(site, site.scale)
                 continue
-            if _searches_blocks(site):
+            # No range expresses the scale and zero point of least squared error.
+            searches_blocks = site.scheme.observe.name == "mse" and site.scheme.block_size is not None
+            if site.parameter and site.range is None and searches_blocks:
                 state.params[index] = _search_blocks(state, index)
                 continue
             state.ranges[index] = _find_site_range(state, index, sketches)
@@ -135,18 +141,29 @@ def _has_explicit_range(site: Site) -> bool:
     return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
 
 
-def _searches_blocks(site: Site) -> bool:
-    """Return True if scale and zero point of each block have the least squared error, which no range expresses."""
-    scheme = site.scheme
-    return site.parameter and site.range is None and scheme.observe.name == "mse" and scheme.block_size is not None
-
-
 def _search_blocks(state: SolverState, index: int) -> QParams:
-    """Return scale and zero point of each block of a weight, of least squared error."""
+    """Return scale and zero point of each block of a weight, of least squared error.
+
+    A command that can be resumed keeps them under a digest of the weight and of the scheme.
+    """
     site, value = state.sites[index], _read_quantizable_weight(state, index)
-    if site.axis is None or site.scheme.block_size is None:
+    grid, axis, block = site.scheme.grid, site.axis, site.scheme.block_size
+    if axis is None or block is None:
         raise InternalError(f"the blocks of {site.tensor} have no axis or no size.")
-    return search_block_params(value, site.scheme.grid, site.axis, site.scheme.block_size)
+    if finished_part("") is None:
+        return search_block_params(value, grid, axis, block)
+    key = hashlib.sha256(repr((grid, axis, block, value.dtype.name, value.shape)).encode())
+    key.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    path = finished_part(key.hexdigest()) or Path()
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content[key.digest_size :]).digest() != content[: key.digest_size]:
+        params, buffer = search_block_params(value, grid, axis, block), BytesIO()
+        np.savez(buffer, scale=params.scale, zero_point=params.zero_point)
+        content = hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
+        write_file(path, content)
+    with np.load(BytesIO(content[key.digest_size :])) as arrays:
+        scale, zero = arrays["scale"], arrays["zero_point"]
+    return qparams_from_scale(scale, zero, grid.type, narrow=grid.narrow, axis=axis, block=block)
 
 
 def _read_weight(state: SolverState, site: Site) -> Array | None:

@@ -29,6 +29,9 @@ _STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d{1,9})\.[a-z0-9_]{8
 _OWN_LOCKS: ContextVar[frozenset[Path]] = ContextVar("own_locks", default=frozenset())
 """Files that `lock_output` has locked for its callers in this thread."""
 
+_FINISHED_PARTS: ContextVar[Path | None] = ContextVar("finished_parts", default=None)
+"""The folder of `resumable_output`, in its block."""
+
 _LOCK_FILE = re.compile(r"\.(?P<name>.+)\.lock")  # name of the file of `lock_output`
 
 
@@ -208,6 +211,37 @@ def lock_file(file: IO[bytes]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+@contextmanager
+def resumable_output(path: Path, key: str | None) -> Iterator[None]:
+    """Keep finished parts of an output in a folder next to `path` until the block ends, unless it is interrupted.
+
+    A later process goes on from there if its `key`, a digest of all that the output depends on, is equal. Without a
+    key, nothing is kept. The caller has the lock of the output. Raises a UsageError if the folder cannot be written.
+    """
+    folder = path.with_name(f".{path.name}.resume")
+    with suppress(FileNotFoundError):
+        if key is None or (folder / "key").read_text() != key:
+            shutil.rmtree(folder)
+    if key is not None:
+        write_file(folder / "key", key)
+    token = _FINISHED_PARTS.set(None if key is None else folder)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        _FINISHED_PARTS.reset(token)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def finished_part(name: str) -> Path | None:
+    """Return the path of a part of the output that this command keeps if it is interrupted, None if it keeps none."""
+    folder = _FINISHED_PARTS.get()
+    return None if folder is None else folder / name
 
 
 LFS_HEADER = b"version https://git-lfs.github.com/spec/"

@@ -189,7 +189,7 @@ def _deferred_value(op: DeferredWeight) -> Array:
 def write_external_weights(
     message: Any, ops: Sequence[DeferredWeight], folder: Path | None, file: HashingWriter
 ) -> list[Any]:
-    """Write the large tensors of a ModelProto to an empty `file`, and store their offsets in the message.
+    """Write the large tensors of a ModelProto to `file`, and store their offsets in the message.
 
     `folder` has the external data of its other tensors. Return the entries that must be set to the name of the file.
     Raises a ModelError if a tensor cannot be read or written, and an OSError if the file cannot be written.
@@ -200,16 +200,18 @@ def write_external_weights(
         is_inline = op is None and not is_external(tensor)
         if tensor.data_type == TensorProto.STRING or (is_inline and tensor.ByteSize() < EXTERNAL_MIN_BYTES):
             continue
-        value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
-        packed = value.dtype.name in SUB_BYTE_BITS
-        file.write(bytes(-file.tell() % ALIGNMENT))
-        start = file.tell()
-        # As ONNX stores the elements, without a copy where possible.
-        file.write(
-            numpy_helper.from_array(value).raw_data
-            if packed
-            else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-        )
+        start = file.tell() + -file.tell() % ALIGNMENT
+        if not file.skip_to(start + tensor_bytes(tensor)):
+            value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
+            packed = value.dtype.name in SUB_BYTE_BITS
+            file.write(bytes(start - file.tell()))
+            # As ONNX stores the elements, without a copy where possible.
+            file.write(
+                numpy_helper.from_array(value).raw_data
+                if packed
+                else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            )
+            file.finish_tensor()
         stub = TensorProto()
         _write_weightless(tensor, stub, {"location": "", "offset": start, "length": file.tell() - start})
         tensor.CopyFrom(stub)

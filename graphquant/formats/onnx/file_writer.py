@@ -27,7 +27,7 @@ from graphquant.formats.onnx.external_data import (
 from graphquant.formats.onnx.index import write_onnx_metadata
 from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
-from graphquant.formats.weights_files import HashingWriter, replacing_model, weights_path
+from graphquant.formats.weights_files import open_weights_file, replacing_model, weights_path
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.utils.atomic_files import atomic_file
 
@@ -51,7 +51,6 @@ def save(model: Model, path: Path) -> None:
     if not external:
         fill_deferred_weights(message, emission.deferred)
     write_onnx_metadata(message, emission.model, record=not external)
-    writer: HashingWriter
     try:
         with replacing_model(path, external_weights=external):
             if not external:
@@ -60,13 +59,8 @@ def save(model: Model, path: Path) -> None:
                 with atomic_file(path) as file:
                     file.write(data)
                 return
-            with (
-                atomic_file(path) as file,
-                atomic_file(
-                    path.with_name(f"{path.name}.data"), lambda: weights_path(path, writer.digest)
-                ) as weights_file,
-            ):  # leaving this context moves the weights into place before the model
-                writer = HashingWriter(weights_file)
+            # Leaving this context moves the weights into place before the model.
+            with atomic_file(path) as file, open_weights_file(path) as writer:
                 for location_entry in write_external_weights(message, emission.deferred, folder, writer):
                     location_entry.value = weights_path(path, writer.digest).name
                 file.write(message_bytes(message))

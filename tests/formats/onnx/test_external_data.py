@@ -20,10 +20,12 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from support.cli import run_cli
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.backends import judge_ops
+from graphquant.cli import insert as insert_module
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats import weights_files
@@ -31,6 +33,7 @@ from graphquant.formats.onnx import external_data, file_writer, session, tensors
 from graphquant.formats.onnx.external_data import constant_bytes
 from graphquant.numerics import affine
 from graphquant.observers import histogram_kernel
+from graphquant.quantize import solver
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
 
@@ -323,6 +326,84 @@ def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatc
         (2, False),
         (1, False),
     }  # nothing done, weights, model, and the old ones gone
+
+
+class Interruption:
+    """Counts the searched weights and written tensors of commands, and interrupts after some of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts, self.limits = {"searched": 0, "written": 0}, {"searched": 99, "written": 99}
+        monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+        monkeypatch.setattr(insert_module, "MIN_RESUMABLE_BYTES", 0)
+        for name, (owner, function) in {
+            "searched": (solver, "search_block_params"),
+            "written": (weights_files.HashingWriter, "finish_tensor"),
+        }.items():
+            monkeypatch.setattr(owner, function, self.interrupt(name, getattr(owner, function)))
+
+    def interrupt(self, name: str, function: Any) -> Any:
+        """Return the function with its calls counted."""
+
+        def count(*args: Any) -> Any:
+            if self.counts[name] == self.limits[name]:
+                raise KeyboardInterrupt
+            self.counts[name] += 1
+            return function(*args)
+
+        return count
+
+    def run(self, output: Path, code: int = 0, rules: str = "weight_only_int4", **limits: int) -> dict[str, int]:
+        """Quantize `m.onnx` next to the folder of the output, and return the counts."""
+        self.counts, self.limits = {"searched": 0, "written": 0}, {"searched": 99, "written": 99} | limits
+        model = output.parent.parent / "m.onnx"
+        run_cli("insert", model, "--rules", rules, "-o", output, "--force", "-q", code=code)
+        return self.counts
+
+    @staticmethod
+    def files(output: Path) -> dict[str, bytes]:
+        """Return the content of all files in the folder of an output."""
+        return {file.name: file.read_bytes() for file in output.parent.iterdir()}
+
+
+def test_interrupted_commands_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second command goes on from the searched weights and the written tensors, and writes the same bytes."""
+    write_branched_model(tmp_path, external=True)
+    runs, whole, output = Interruption(monkeypatch), tmp_path / "whole" / "q.onnx", tmp_path / "out" / "q.onnx"
+    full = runs.run(whole)
+    assert full["searched"] == 4
+    assert full["written"] > 4
+    runs.run(output, code=130, searched=2)
+    assert not output.exists()
+    assert runs.run(output, code=130, written=3) == {"searched": 2, "written": 3}
+    assert runs.run(output, code=130, written=1) == {"searched": 0, "written": 1}
+    assert runs.run(output) == {"searched": 0, "written": full["written"] - 4}
+    assert runs.files(output) == runs.files(whole)
+
+
+@pytest.mark.parametrize("damage", ["weights", "journal", "search", "source", "rules"])
+def test_stale_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """Parts that were damaged, and those of another source or other options, are computed again."""
+    model = write_branched_model(tmp_path, external=True)
+    runs, whole, output = Interruption(monkeypatch), tmp_path / "whole" / "q.onnx", tmp_path / "out" / "q.onnx"
+    runs.run(output, code=130, written=3)
+    folder, rules = output.with_name(".q.onnx.resume"), "weight_only_int4"
+    if damage == "weights":
+        folder.joinpath("weights").write_bytes(b"\0" + folder.joinpath("weights").read_bytes()[1:])
+    elif damage == "journal":
+        folder.joinpath("journal").write_text("9999999 0")
+    elif damage == "search":
+        for part in folder.glob("[0-9a-f]*"):
+            part.write_bytes(part.read_bytes()[:-1])
+    elif damage == "source":
+        values = np.fromfile(model.with_name("m.data"), np.float32)
+        (values[::-1] * 2).tofile(model.with_name("m.data"))
+    else:
+        rules = "weight_only_int8"
+    counts = runs.run(output, rules=rules)
+    full = runs.run(whole, rules=rules)
+    assert counts["written"] == full["written"] - 3 * (damage == "search")
+    assert counts["searched"] == full["searched"] * (damage in {"search", "source"})
+    assert runs.files(output) == runs.files(whole)
 
 
 def test_oversized_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
