@@ -296,7 +296,9 @@ def compare_runners(
     not match.
     """
     batches, load, labels = samples.dataset, samples.footprint, samples.labels
-    site_runner = None if sites is None else _reference_runner(sites, float_runner)
+    site_runner = None if sites is None else float_runner
+    if sites is not None and sites.float_model is not float_runner.model:  # they refer to a prepared copy
+        site_runner = formats.create_runner(sites.float_model)
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
     batched = _can_join_samples(quantized_runner, samples, inputs, sites, site_runner)
@@ -514,13 +516,6 @@ class ModelPairRunner:
 
 def _last_values(tensors: Mapping[str, TensorRef], observed: ObservedTensors) -> dict[str, Array]:
     return {name: observed[tensor][-1] for name, tensor in tensors.items() if observed.get(tensor)}
-
-
-def _reference_runner(sites: ComparedSites, runner: Runner) -> Runner:
-    """Return a runner of the float model as `sites` refers to it: `runner`, unless that is a prepared copy."""
-    if sites.float_model is runner.model:
-        return runner
-    return formats.create_runner(sites.float_model)
 
 
 def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float | None]) -> Comparison:

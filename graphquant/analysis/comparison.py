@@ -266,8 +266,7 @@ class SqnrConfidence:
     samples cause most of the error. The bound therefore counts three more samples, as many as N samples may miss (rule
     of three; Hanley and Lippman-Hand 1983). Their errors exceed the worst as the Pareto tail of the largest errors does
     (Hill 1975), up to twice the output. A few samples say little about the tail, so its index is averaged with an
-    assumed one, and counts with its standard error. Neighbors with similar errors, such as frames of a recording, count
-    as fewer.
+    assumed one, and counts with its standard error. Similar neighbors, such as frames of a recording, count as fewer.
     """
 
     __slots__ = ("_error", "_power")
@@ -294,7 +293,10 @@ class SqnrConfidence:
         if not error.any():
             return math.inf
         power, error = _merge_neighbors(power, error)
-        if error.size < MIN_SAMPLES or not power.any() or _lacks_mean(power):
+        if error.size < MIN_SAMPLES or not power.any():
+            return -math.inf
+        # The power has no mean if its tail index is above 1, by more than the standard error, index / sqrt(tail size).
+        if _tail_index(power) * (1 - 1 / math.sqrt(_tail_size(power))) > 1:
             return -math.inf
         unseen = error.max() * math.exp(_largest_tail_index(error))
         unseen = max(min(unseen, LARGEST_ERROR_RATIO * power.max()), error.max())
@@ -350,11 +352,6 @@ def _merge_neighbors(power: Array, error: Array) -> tuple[Array, Array]:
 
 def _tail_size(error: Array) -> int:
     return min(max(error.size // TAIL_DIVISOR, MIN_SAMPLES), error.size - 1)
-
-
-def _lacks_mean(power: Array) -> bool:
-    """Return True if the tail index is above 1, by more than its standard error (index / sqrt(tail size))."""
-    return _tail_index(power) * (1 - 1 / math.sqrt(_tail_size(power))) > 1
 
 
 def _largest_tail_index(error: Array) -> float:

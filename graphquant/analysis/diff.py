@@ -239,12 +239,11 @@ def _op_changes(
         before, after = map(_describe_boundary, (first_op, second_op))
         if before != after:
             yield ModelChange("op-changed", location, f"{before} became {after}")
-    first_slots, second_slots = map(_without_positions, slots, helper_slots)
+    first_slots, second_slots = (
+        [slot for position, slot in enumerate(each) if position not in helpers]
+        for each, helpers in zip(slots, helper_slots, strict=True)
+    )
     yield from _wiring_changes(first, second, op_pairs, first_slots, second_slots, location)
-
-
-def _without_positions(values: list[Any], positions: set[int]) -> list[Any]:
-    return [value for position, value in enumerate(values) if position not in positions]
 
 
 def _describe_boundary(op: Op) -> str:

@@ -79,8 +79,7 @@ def plan_range_report(
 ) -> RangeReport:
     """Report the ranges of the sites of a plan.
 
-    `sketches` are by the plan's tensor names. `compare_methods` computes the ranges of other observers too, about 50 ms
-    per tensor.
+    `sketches` are by the plan's tensor names. `compare_methods` computes ranges of other observers, 50 ms per tensor.
     """
     unranged_sites = set(map(id, sites_needing_data(plan)))
     tensor_ranges = []

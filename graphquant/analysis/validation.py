@@ -321,8 +321,7 @@ def validate_model(
 
     `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
     `prepared` is the source as it was prepared for quantization, if that is known. `quantized_runner` runs a model that
-    no format module runs, and `outputs` has its outputs by those of the source. Raises a DataError if a sample does not
-    fit the model.
+    no format module runs, `outputs` its outputs by those of the source. Raises a DataError if a sample does not fit.
     """
     try:
         runner = formats.shared_runner(source, "source")

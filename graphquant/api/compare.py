@@ -61,8 +61,7 @@ def compare(
         DataError: The data cannot be read, or does not fit the models.
         MissingDependencyError: A framework is not installed.
         ModelError: A model cannot be read or run.
-        UsageError: The inputs or outputs differ, quantized tensors of a TFLite file are requested, or an option is
-            invalid.
+        UsageError: The inputs or outputs differ, quantized tensors of a TFLite file are requested; an invalid option.
     """
     from graphquant.calibration.data import as_data_spec, open_data
     from graphquant.calibration.data.check import check_samples

@@ -234,8 +234,7 @@ def select_ts(
         positive_filter: Predicate; only tensors for which it is true are returned.
 
     Raises:
-        UsageError: An expression is given without `graph`, it is not a regular expression, or an argument is not a
-            tensor.
+        UsageError: An expression is given without `graph`, is no regular expression, or an argument is no tensor.
     """
 
     def search(pattern: re.Pattern[str], searched: Graph | Model) -> list[Tensor]:

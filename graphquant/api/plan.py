@@ -83,16 +83,16 @@ def prepare_and_plan(
     if settings.requantize:
         ruleset = replace(ruleset, prepare=tuple(dict.fromkeys(("requantize", *ruleset.prepare))))
     ruleset = replace(ruleset, algorithms=choose_algorithms(ruleset.algorithms, settings.algorithms))
-    if not (by_cost and _minimizes_float_work(settings)):
+    # The size or the measured latency may decide which ops stay float.
+    minimizes_macs = not isinstance(settings, InsertOptions) or (settings.optimize, settings.size_budget) == (
+        "macs",
+        None,
+    )
+    if not (by_cost and minimizes_macs):
         ruleset = replace(ruleset, costs="")
     selection = select_sites(source, settings.include, settings.exclude, settings.family, settings.range_source)
     prepared, resolved_plan = plan_with_rules(source, ruleset, selection, sample_shapes)
     return prepared, with_observer(resolved_plan, settings.method)
-
-
-def _minimizes_float_work(settings: PlanOptions) -> bool:
-    """Return True unless the size or the measured latency decides which ops stay float."""
-    return not isinstance(settings, InsertOptions) or (settings.optimize == "macs" and settings.size_budget is None)
 
 
 def plan_with_rules(

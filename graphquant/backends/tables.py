@@ -260,8 +260,7 @@ def _require_one_input_scale(context: OpContext) -> BrokenRule | None:
 def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
     """Require that zero points of a Concat before a convolution or product do not vary along the summed axis.
 
-    Measured with OpenVINO 2026.4, which keeps one zero point for each input of the Concat and treats constants as
-    float.
+    Measured with OpenVINO 2026.4, which keeps one zero point for each input of the Concat and constants in float.
     """
     for side in context.inputs:
         concat = context.quantizations.model.op(side.source)

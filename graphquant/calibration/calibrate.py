@@ -210,8 +210,7 @@ def calibrate_folds(
 ) -> list[tuple[Stats, tuple[int, int]]]:
     """Collect the statistics of `targets` for each of `fold_count` parts of the data, with the samples [start, stop).
 
-    `combine_stats` gives the statistics of several folds. There are fewer folds than requested if there are fewer
-    samples.
+    `combine_stats` gives the statistics of several folds. With fewer samples than folds there are fewer folds.
     """
     runner = formats.shared_runner(model, "prepared")
     footprint = measure_footprint(runner, dataset, tuple(targets), max_memory=run.max_memory)

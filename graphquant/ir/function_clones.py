@@ -346,8 +346,7 @@ def _call_paths(model: Model, starts: Iterable[str]) -> dict[str, str | None]:
 def _call_scope(op: Op, call: Call) -> str:
     """Return the part that a call adds to the path of its callee.
 
-    Names that TensorFlow generates for plain calls add nothing. Ops whose name starts with "@" are calls from Python
-    code.
+    Names that TensorFlow generates for plain calls add nothing. Ops whose name starts with "@" are calls from Python.
     """
     segments = op.name.split("/")
     if _CALL_NAME.match(segments[-1]) or segments[0].startswith("@"):

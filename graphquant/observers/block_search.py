@@ -53,8 +53,7 @@ CHUNK_ELEMENTS: Final = 1 << 17  # values that are searched at once, so that tem
 def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: int) -> QParams:
     """Return scale and zero point of each block of a finite weight `value` with the least expected error found.
 
-    On blocks of normal values, the squared error is within 0.15 dB of the least one. The type of `grid` is an integer
-    type.
+    On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
     results: list[tuple[Array, Array]] = []
     step, search = max(CHUNK_ELEMENTS // block, 1), partial(_search_chunk, grid=grid)

@@ -92,11 +92,6 @@ def _observed_range(stats: Sketch) -> Range:
     return Range(stats.low, stats.high)
 
 
-def _minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
-    """Return the smallest and the largest value, without clipping (Jacob et al. 2018, section 3.1)."""
-    return _observed_range(stats)
-
-
 def _absmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentValues) -> Range:
     """Return plus and minus the largest magnitude (Krishnamoorthi 2018, "Quantizing deep convolutional networks")."""
     limits = _observed_range(stats)
@@ -296,11 +291,6 @@ def _power_of_two_windows(limits: Array, grid: QuantizationGrid) -> Array:
     return np.stack([bottoms.ravel(), tops.ravel()], axis=1)
 
 
-def _fixed(_stats: Sketch, _grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
-    """Return the range in the rule file."""
-    return Range(np.array(arguments["low"]), np.array(arguments["high"]))
-
-
 def _fixed_point(_stats: Sketch, grid: QuantizationGrid, arguments: ArgumentValues) -> Range:
     """Return the range of the type for a scale of 2**exponent: the Q format of fixed-point arithmetic."""
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
@@ -324,7 +314,7 @@ OBSERVERS: dict[str, Observer] = {
         _auto,
         needs_histogram=True,
     ),
-    "minmax": Observer("smallest and largest value", _minmax),
+    "minmax": Observer("smallest and largest value", lambda stats, _grid, _arguments: _observed_range(stats)),
     "absmax": Observer("plus and minus the largest magnitude", _absmax),
     "mean-minmax": Observer("means of the smallest and largest values of blocks of samples", _mean_minmax),
     "percentile": Observer(
@@ -345,7 +335,7 @@ OBSERVERS: dict[str, Observer] = {
     ),
     "fixed": Observer(
         "`low` to `high`, which the rule file sets",
-        _fixed,
+        lambda _stats, _grid, arguments: Range(np.array(arguments["low"]), np.array(arguments["high"])),
         {"low": ObserverArgument("lower end, real units"), "high": ObserverArgument("upper end, real units")},
         needs_values=False,
     ),

@@ -498,7 +498,7 @@ def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
             return False
         # A memory-mapped weight is read again when needed, so that it does not stay in memory.
         is_memory_mapped = isinstance(original, np.memmap)
-        read_scaled = partial(_read_and_multiply, read_value, factor)
+        read_scaled = partial(lambda read, factor: _multiply(read(), factor), read_value, factor)
         changed[constant.tensor] = read_scaled if is_memory_mapped else partial(np.asarray, value)
     for tensor, read_value in changed.items():
         graph = model.graphs[tensor.graph]
@@ -546,10 +546,6 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
         if remaining_uses := tuple(use for use in site.uses if use not in branch_uses):
             sites.append(replace(site, uses=remaining_uses))
     return replace(plan, sites=tuple(sites)), product
-
-
-def _read_and_multiply(read_value: Callable[[], Array], factor: Array) -> Array:
-    return _multiply(read_value(), factor)
 
 
 def _multiply(value: Array, factor: Array) -> Array:

@@ -100,8 +100,7 @@ def cheaper_selections(
 ) -> list[Selection]:
     """List selections that cost at most `max_ratio` of those with `ops` in high precision.
 
-    With few ops all subsets are listed by increasing error, with many those with one op less by the error for each unit
-    of cost.
+    With few ops all subsets are listed by increasing error, with many those with one op less by error per unit of cost.
     """
     all_ops = sorted({op for group in groups for op in group.ops})
     max_cost = fsum(costs[op] for op in ops) * max_ratio

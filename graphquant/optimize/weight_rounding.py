@@ -483,14 +483,10 @@ def _round_if_better(
         matrix, group_grid = matrices[group], grid.select((group,))
         nearest = result[group]
         alternative = round_matrix(matrix, hessian, group_grid)
-        costs = [_squared_output_errors(candidate - matrix, hessian) for candidate in (nearest, alternative)]
+        errors = [candidate - matrix for candidate in (nearest, alternative)]
+        costs = [np.einsum("oi,oi->o", error @ hessian, error) for error in errors]  # squared, of each output
         better = costs[1] < costs[0]
         result[group] = np.where(better[:, None], alternative, nearest)
         before += float(costs[0].sum())
         after += float(np.minimum(*costs).sum())
     return form.from_matrices(result, value.shape).astype(np.float32), after / before if before else 1.0
-
-
-def _squared_output_errors(errors: Array, hessian: Array) -> Array:
-    """Squared error of each output, (outputs,)."""
-    return np.asarray(np.einsum("oi,oi->o", errors @ hessian, errors))

@@ -285,10 +285,6 @@ class FakeQuantFamily(TensorFlowFamily):
         return "half-up"
 
 
-def _is_valid_range(low: Array, high: Array) -> bool:
-    return bool(np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all())
-
-
 TF_ROUND_MODE_NAMES: dict[RoundingMode, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
 KERNEL_FLOAT_TYPES = frozenset({"float32", "float64"})  # the types that have a CPU kernel of QuantizeAndDequantize
@@ -420,7 +416,8 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
             limits = np.asarray(op.numeric_attr("input_min", 0.0)), np.asarray(op.numeric_attr("input_max", 0.0))
         else:
             limits = _constant_limits(graph, op, parameters, KERNEL_FLOAT_TYPES)
-        if limits is None or (limits[0].ndim == 0) != (channel_axis is None) or not _is_valid_range(*limits):
+        has_axis = limits is not None and (limits[0].ndim == 0) == (channel_axis is None)
+        if limits is None or not has_axis or not np.isfinite(limits).all() or (limits[0] > limits[1]).any():
             return None
         try:
             return tf_ranges.quantize_and_dequantize_params(Range(*limits), dtype, narrow=narrow, axis=channel_axis)

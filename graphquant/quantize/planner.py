@@ -419,8 +419,7 @@ class _PlanBuilder:
     def skip_final_identities(self) -> None:
         """Remove pairs after an Identity that names an output, if its input is quantized.
 
-        A frozen graph has no list of outputs, so such a pair would be a new output with another name. Nothing would
-        read it.
+        A frozen graph has no list of outputs, so such a pair would be a new output that nothing reads.
         """
         model = self.matcher.model
         planned_uses = {use for site in self._sites.values() for use in site.uses}

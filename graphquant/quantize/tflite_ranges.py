@@ -62,8 +62,7 @@ MAX_PASSTHROUGH_OPS = 64  # pass-through ops that a tensor is followed through
 def match_tensor_names(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
     """Return the tensors of `model` that a TFLite file knows, with their names there.
 
-    Tensors with conflicting names are omitted. `activations` are the file's tensors to match, and `names` those of all
-    its tensors.
+    Tensors with conflicting names are omitted. `activations` are the file's tensors to match, `names` all of its names.
     """
     refs_by_spelling: dict[str, list[TensorRef]] = {}
     ranks: dict[TensorRef, int] = {}
@@ -97,7 +96,14 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
     return {
         ref: claimants[0]
         for ref, claimants in (*claims.items(), *direct_claims.items())
-        if _have_same_quantization([activations[name] for name in claimants])
+        if all(
+            activations[name].dtype == activations[claimants[0]].dtype
+            and all(
+                np.array_equal(*(getattr(stored_quantization(activations[each]), key) for each in (name, claimants[0])))
+                for key in ("scale", "zero_point", "low")
+            )
+            for name in claimants[1:]
+        )
     }
 
 
@@ -208,18 +214,6 @@ def _iterate_sources(graph: Graph, parameters: Parameters, name: str) -> Iterato
 def stored_quantization(output: Output) -> StoredQuantization:
     """Return the quantization that the file has for a tensor, empty if it has none."""
     return output.quantization or StoredQuantization(index=0, sizes=())
-
-
-def _have_same_quantization(outputs: list[Output]) -> bool:
-    """Return True if several tensors of the file have the same quantization."""
-    return all(
-        outputs[0].dtype == output.dtype
-        and all(
-            np.array_equal(getattr(stored_quantization(outputs[0]), name), getattr(stored_quantization(output), name))
-            for name in ("scale", "zero_point", "low")
-        )
-        for output in outputs[1:]
-    )
 
 
 def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:

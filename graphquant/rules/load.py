@@ -279,7 +279,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     if failures:
         raise RuleError("\n".join(failures))
     costs = "" if costs == NO_COSTS else costs
-    digest.update(_costs_digest(costs))
+    if costs.endswith(RULE_FILE_SUFFIX) and Path(costs).is_file():  # the shipped table is part of the program
+        digest.update(Path(costs).read_bytes())
     return RuleSet(
         files=tuple(names),
         descriptions=tuple(descriptions),
@@ -308,12 +309,6 @@ def _parse_rules(name: str, label: str, path: Path | None, content: bytes) -> tu
 def resolve_costs(name: str, rule_file: Path | None) -> str:
     """Return the name of the shipped cost table, or the path of a file next to the rule file that names it."""
     return str(Path(rule_file or "").parent / name) if name.endswith(RULE_FILE_SUFFIX) else name
-
-
-def _costs_digest(costs: str) -> bytes:
-    """Return the digest of a user's cost table; that of the shipped one is part of the program."""
-    path = Path(costs)
-    return hashlib.sha256(path.read_bytes()).digest() if costs.endswith(RULE_FILE_SUFFIX) and path.is_file() else b""
 
 
 def _parse_inline_rule(text: str) -> dict[str, Any]:

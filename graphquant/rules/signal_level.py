@@ -138,7 +138,9 @@ class _GraphDegrees:
             return self._single_value(constants[-1]) if constants else None
         if op.kind in SUM_KINDS:
             limits = [op.numeric_attr(name, 0) for name in ("min", "max") if name in op.attrs]
-            is_neutral = all(map(_is_epsilon_or_limit, [*map(self._single_value, constants), *limits]))
+            # Too small, or too large, to change the values of ordinary signals.
+            values = [*map(self._single_value, constants), *limits]
+            is_neutral = all(value is not None and not MAX_EPSILON < abs(value) < MIN_LIMIT for value in values)
             return 1.0 if is_neutral else None
         if op.kind in PROPORTIONAL_KINDS or op.type in PROPORTIONAL_TYPES:
             return 1.0
@@ -157,8 +159,3 @@ class _GraphDegrees:
         shape = fully_known_shape(self._parameters.shape(tensor))
         value = self._parameters.value(tensor) if shape is not None and math.prod(shape) == 1 else None
         return None if value is None or value.size != 1 else float(value.reshape(-1)[0])
-
-
-def _is_epsilon_or_limit(value: float | None) -> bool:
-    """Return True for a number that is too small, or too large, to change the values of ordinary signals."""
-    return value is not None and not MAX_EPSILON < abs(value) < MIN_LIMIT

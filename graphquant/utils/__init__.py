@@ -71,7 +71,11 @@ class HtmlRepresentation:
 
     def __repr__(self) -> str:
         values = ((entry.name, getattr(self, entry.name)) for entry in fields(self))  # type: ignore[arg-type]  # subclasses
-        shown = [f"{name}={_short_repr(value)}" for name, value in values if value is not None and not _is_empty(value)]
+        shown = [
+            f"{name}={_short_repr(value)}"
+            for name, value in values
+            if value is not None and (value or not isinstance(value, Collection))
+        ]
         return f"{type(self).__name__}({', '.join([*self._figure_texts(), *shown])})"
 
     def _figure_texts(self) -> list[str]:
@@ -82,10 +86,6 @@ class HtmlRepresentation:
         # Imported by name: the classes that inherit from this one are in packages below the drawing code.
         html: str = import_module("graphquant.visualize.pages").notebook_html(self)
         return html
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Collection) and not value
 
 
 def _short_repr(value: Any) -> str:

@@ -17,7 +17,6 @@ from graphquant.optimize.weight_rounding import (
     UNSEEN_POWER_SHARE,
     InputMoments,
     RoundingGrid,
-    _squared_output_errors,
     add_gram_product,
     correct_for_drift,
     matrix_form,
@@ -38,6 +37,11 @@ CONVS = {
     "same lower": ((4, 3, 2, 2), {"auto_pad": "SAME_LOWER"}),
     "one axis": ((5, 3, 4), {"pads": [1, 1]}),
 }
+
+
+def squared_output_errors(errors: np.ndarray, hessian: np.ndarray) -> np.ndarray:
+    """Return the squared error of each output, (outputs,)."""
+    return np.einsum("oi,oi->o", errors @ hessian, errors)
 
 
 @pytest.mark.parametrize("net", CONVS)
@@ -78,7 +82,7 @@ def test_adaptive_rounding_never_costs(seed, outputs, inputs):
     """No output's error is larger than that of nearest rounding, and each weight is at a step beside it."""
     matrix, hessian, grid = drawn(seed, outputs, inputs)
     rounded = round_matrix_adaround(matrix, hessian, grid)
-    costs = [_squared_output_errors(entry - matrix, hessian) for entry in (rounded, grid.nearest(matrix))]
+    costs = [squared_output_errors(entry - matrix, hessian) for entry in (rounded, grid.nearest(matrix))]
     assert (costs[0] <= costs[1] * (1 + 1e-9) + 1e-12).all()
     steps = rounded / grid.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
@@ -96,7 +100,7 @@ def test_both_halve_the_error_of_correlated_inputs():
             round_matrix_gptq(matrix, hessian, grid),
             round_matrix_adaround(matrix, hessian, grid),
         )
-        total += [_squared_output_errors(entry - matrix, hessian).sum() for entry in candidates]
+        total += [squared_output_errors(entry - matrix, hessian).sum() for entry in candidates]
     assert (total[1:] < total[0] / 2).all()
 
 

@@ -128,10 +128,6 @@ def report_summary(report: BatchReport) -> str:
     return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
 
 
-def _sites(outcome: Outcome) -> int | None:
-    return None if outcome.size_after is None else outcome.sites
-
-
 def _sqnr(outcome: Outcome) -> float | None:
     if outcome.metrics is None:
         return None
@@ -144,7 +140,7 @@ REPORT_COLUMNS: tuple[Column[Outcome], ...] = (
     Column("before", lambda outcome: outcome.size_before, bytes_text, number=True),
     Column("size", lambda outcome: outcome.size_after, bytes_text, number=True),
     Column("%", size_ratio, percent_text, number=True),
-    Column("tensors", _sites, number=True),
+    Column("tensors", lambda outcome: None if outcome.size_after is None else outcome.sites, number=True),
     Column("int8", lambda outcome: outcome.int8_share, percent_text, number=True),
     Column("SQNR", _sqnr, sqnr_text, number=True),
     Column("data", lambda outcome: "random" if outcome.metrics and outcome.metrics.random else None, optional=True),

@@ -151,7 +151,9 @@ def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> 
     spec = request.source.spec
     with wrap_user_errors(spec, "failed"):
         iterable = create_iterable()
-        iterator = iter(iterable) if not hasattr(iterable, "get_next") else _iterate_reader(iterable.get_next)
+        get_next = getattr(iterable, "get_next", None)  # of ONNX Runtime's CalibrationDataReader, which ends with None
+        items = iterable if get_next is None else (get_next() for _ in itertools.count())
+        iterator = itertools.takewhile(lambda item: get_next is None or item is not None, items)
     for index in itertools.count():
         label = f"{spec}, item {index}"
         with wrap_user_errors(spec, f"failed at item {index}"):
@@ -161,12 +163,6 @@ def _iterate_items(create_iterable: Callable[[], Any], request: DataRequest) -> 
                 return
             arrays = [_item_arrays(label, part, request.input_names) for part in _split_ragged(item)]
         yield from ((label, each) for each in arrays)
-
-
-def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
-    """Yield the items of an ONNX Runtime CalibrationDataReader, which ends with None."""
-    while (item := get_next()) is not None:
-        yield item
 
 
 def _split_ragged(item: Any) -> list[Any]:

@@ -87,7 +87,9 @@ def channel_moments(layer: InputLayer, values: Sequence[Array]) -> tuple[Array, 
     None if the shapes do not match, or if values are missing or not finite.
     """
     count, total, squares = 0, np.zeros(layer.spread.size), np.zeros(layer.spread.size)
-    for array in values if layer.weight is None else _products(layer.weight, values):
+    if (weight := layer.weight) is not None:
+        values = [array @ weight for array in values if array.ndim and array.shape[-1] == len(weight)]
+    for array in values:
         if array.ndim <= max(layer.axis, 1) or array.shape[layer.axis] != layer.spread.size:
             return None
         if not np.isfinite(array).all():
@@ -117,11 +119,6 @@ def is_negated(layer: InputLayer, means: Array) -> bool:
     distance = float(np.linalg.norm(received - trained))
     is_far = distance > MIN_MEAN_DISTANCE * np.sqrt(trained.size)
     return is_far and float(np.linalg.norm(received + trained)) < distance / 2
-
-
-def _products(weight: Array, values: Sequence[Array]) -> Iterator[Array]:
-    """Yield the products of the values that fit the rows of the weight."""
-    return (array @ weight for array in values if array.ndim and array.shape[-1] == len(weight))
 
 
 def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> InputUse:

@@ -91,7 +91,9 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise fail(f"the result is not valid: {first_line(error)}") from error
-    _reveal_runtime_ops(converted)
+    for node in (node for graph in nested_graphs(converted.graph) for node in graph.node):
+        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
+    retain_entries(converted.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
@@ -139,13 +141,6 @@ def _hide_runtime_ops(message: Any) -> None:
         node.domain = HIDDEN_DOMAIN if node.op_type in hidden else node.domain
     if hidden:
         message.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
-
-
-def _reveal_runtime_ops(message: Any) -> None:
-    """Undo `_hide_runtime_ops`."""
-    for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
-        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
-    retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:

@@ -390,7 +390,9 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
         value = output_value_name(graph.op(name))
         if tensor is None:
             raise ModelError(f"The graph output {value!r} reads nothing. Reroute it to a tensor.")
-        can_rename = tensor.graph == graph.name and tensor not in claimed and _is_node_output(model.op(tensor))
+        op = model.op(tensor)
+        is_node_output = isinstance(op.source, NodeProto) or (op.source is None and op.kind != "constant")
+        can_rename = tensor.graph == graph.name and tensor not in claimed and is_node_output
         claimed.add(tensor)
         new_name = value
         if value not in source.values or source.loaded_ops[source.values[value].op].kind == "input":
@@ -421,7 +423,3 @@ def _is_changed_output(graph: Graph, source: OnnxGraphSource, name: str, tensor:
         return False
     loaded_tensor = source.values.get(output_value_name(graph.op(name)))
     return tensor is None or tensor != loaded_tensor or graph.op(tensor.op) is not source.loaded_ops[tensor.op]
-
-
-def _is_node_output(op: Op) -> bool:
-    return isinstance(op.source, NodeProto) or (op.source is None and op.kind != "constant")

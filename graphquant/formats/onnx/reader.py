@@ -53,8 +53,7 @@ _SMALL_ELEMENTS = 1 << 10
 def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | None:
     """Return the outputs of `op`, a node of a source message, for the arrays in its input slots.
 
-    Return None if the reference implementation does not know the op, fails on these inputs, or would create too many
-    elements.
+    Return None if the reference implementation lacks the op, fails on these inputs, or creates too many elements.
     """
     if not isinstance(op.source, NodeProto):
         return None

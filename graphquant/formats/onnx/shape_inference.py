@@ -1,8 +1,7 @@
 """Static types and shapes: onnx's shape inference on a copy of the model without weight data.
 
 Some nodes crash the process in onnx's shape inference, or make it run forever. They were found by passing malformed
-nodes to onnx 1.23. Such nodes are hidden first: they get a domain that onnx does not know, so their outputs have no
-type.
+nodes to onnx 1.23. Such nodes are hidden first: they get a domain that onnx does not know, and untyped outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Load Keras models: models in memory by tracing, `.keras` and `.h5` files by Keras' export to a SavedModel.
 
-Files of Keras 2 are read by the package tf_keras, its continuation, if it is installed. Keras 3 reads only a part of
-them.
+Files of Keras 2 are read by the package tf_keras, its continuation, if it is installed. Keras 3 reads a part of them.
 
 A Keras file may contain Python code (Lambda layers), names of arbitrary classes and links to other files. None of these
 are followed: the file's configuration is checked before Keras reads it, and Keras loads it in safe mode.

@@ -2,8 +2,7 @@
 
 `opdefs.txt` has a line for each operation that TensorFlow registers; its header describes the format. A line is parsed
 when its operation is first used. A node's ports follow from its operation's arguments and the node's attributes: an
-argument is one tensor, a number of tensors of one type (an attribute holds the number), or one tensor for each type in
-a list.
+argument is one tensor, a number of tensors of one type (an attribute holds it), or one tensor for each type in a list.
 """
 
 from __future__ import annotations

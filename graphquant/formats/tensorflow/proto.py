@@ -2,8 +2,7 @@
 
 The messages are declared in `schema.txt`, a table of names and field numbers, and built into graphquant's own
 descriptor pool. TensorFlow registers the same full names in the default pool. The pools are separate, so both can be
-imported in one process, in either order. A message of one pool cannot be assigned to a message of the other: convert it
-to bytes.
+imported in one process, in either order. To assign a message to one of the other pool, convert it to bytes.
 
 Message classes have the type `Any`, because their fields are known only at run time.
 """

@@ -28,7 +28,7 @@ from graphquant.formats.tensorflow.signatures import (
     signatures_with_outputs,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature
-from graphquant.ir import Model, Output, TensorRef, Use, reachable
+from graphquant.ir import Model, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -93,17 +93,14 @@ def signatures_of_inputs(model: Model, message: Any = None) -> tuple[FrozenSigna
         signature = meta.signature_def[name]
         placeholders = {key: info.name.partition(":")[0] for key, info in signature.inputs.items()}
         takes_known_inputs = placeholders.keys() <= inputs.keys() and all(
-            op in model.main and _may_share_data(model.main.op(op).outputs, model.main.op(inputs[key]).outputs)
+            op in model.main
+            and [(output.dtype, output.shape) for output in model.main.op(op).outputs]
+            == [(output.dtype, output.shape) for output in model.main.op(inputs[key]).outputs]
             for key, op in placeholders.items()
         )
         if takes_known_inputs:
             signatures.append(FrozenSignature(name=name, inputs=placeholders, outputs=output_tensors(signature)))
     return tuple(signatures)
-
-
-def _may_share_data(first: Sequence[Output], second: Sequence[Output]) -> bool:
-    """Return True if two inputs have the same type and the same known sizes."""
-    return [(output.dtype, output.shape) for output in first] == [(output.dtype, output.shape) for output in second]
 
 
 def _placeholder_input(model: Model, name: str) -> SignatureInput:

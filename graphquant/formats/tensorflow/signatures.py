@@ -88,12 +88,8 @@ def running_signatures(model: Model, meta: Any) -> tuple[str, ...]:
     if not first:
         return ()
     known = _inputs_of(model, first, meta.signature_def[first])
-    return (first, *(name for name in others if _accepts_data_of(model, name, meta.signature_def[name], known)))
-
-
-def _accepts_data_of(model: Model, name: str, signature: Any, known: Sequence[SignatureInput]) -> bool:
-    """Return True if data of the inputs `known` can feed all inputs of a signature."""
-    return all(_find_equal(entry, known) is not None for entry in _inputs_of(model, name, signature))
+    inputs = {name: _inputs_of(model, name, meta.signature_def[name]) for name in others}
+    return (first, *(name for name in others if all(_find_equal(entry, known) is not None for entry in inputs[name])))
 
 
 def signature_inputs(model: Model, meta: Any) -> tuple[SignatureInput, ...]:
@@ -157,7 +153,7 @@ def _inputs_of(model: Model, name: str, signature: Any) -> list[SignatureInput]:
         part_keys.update((f"{key}{part}" for part in _SPARSE_PARTS) if is_sparse else splits)
         tensors, info = _fed_tensors(model.main, signature, key, splits), signature.inputs[key]
         values_op = tensors.values_op
-        if not _is_placeholder(model.main, values_op):
+        if model.main.op(values_op).kind != "input" or model.main.slots(values_op):  # no placeholder
             continue
         values = model.main.op(values_op).outputs[0]
         names = (f"{values_op}:0", key) if tensors.encoding == "dense" else (key,)
@@ -170,10 +166,6 @@ def _inputs_of(model: Model, name: str, signature: Any) -> list[SignatureInput]:
         )
         inputs.append(SignatureInput(spec=spec, targets=(tensors,)))
     return inputs
-
-
-def _is_placeholder(main: Graph, name: str) -> bool:
-    return main.op(name).kind == "input" and not main.slots(name)
 
 
 def _is_sparse(signature: Any, key: str) -> bool:

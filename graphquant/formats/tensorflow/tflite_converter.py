@@ -117,7 +117,9 @@ def _convert_signatures(
         try:
             data = _convert_graph(tensorflow, model, graph_def, signatures[0], io, keep_float=keep_float)
         except ConverterError as error:
-            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if _needs_sizes(str(error)) else None
+            # The converter refuses lists whose elements have an unknown size.
+            needs_sizes = "TensorList" in str(error) and "static" in str(error)
+            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if needs_sizes else None
             if single is None:
                 raise
             data = _convert_graph(tensorflow, model, single, signatures[0], io, keep_float=keep_float)
@@ -180,11 +182,6 @@ _LIST_SHAPE_SLOTS: Final = {
     "TensorListGetItem": 2,
 }
 """The input of each list op that is the shape of an element."""
-
-
-def _needs_sizes(message: str) -> bool:
-    """Return True if the converter refuses lists whose elements have an unknown size."""
-    return "TensorList" in message and "static" in message
 
 
 def _with_batch_size_one(tensorflow: Any, graph_def: Any, signature: FrozenSignature) -> Any:
