@@ -28,6 +28,7 @@ from graphquant.ir import (
 from graphquant.numerics import SMALLEST_SCALE, Array, IntType, QParams
 from graphquant.quantize import MIN_SHARED_STEPS, clip_limits, power_of_two_position, saturates_like_clip
 from graphquant.quantize.limits import INT32_MAX
+from graphquant.quantize.solver import OUTPUT_LIMITS
 
 if TYPE_CHECKING:
     from graphquant.calibration import Stats
@@ -65,9 +66,6 @@ LINT_CODES = {
     "GQ114": LintCode("error", "the installed runtime computes an integer op wrong on this CPU"),
 }
 """All codes."""
-
-KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
-"""Kinds whose output range is known."""
 
 MIN_CHANNEL_STEPS = 4  # minimum number of integers between the smallest and largest value of a weight channel
 MAX_UNUSED_SHARE = 0.25  # share of integers below zero from which the output of a Relu counts as symmetric
@@ -349,7 +347,7 @@ def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator
 def _known_value_span(context: LintContext, side: QuantizedInput) -> float | None:
     """Return an upper bound of the span of the values of a tensor, or None if it is unknown."""
     producer = context.quantizations.model.op(context.quantizations.look_through(side.source))
-    known_range = KNOWN_OUTPUT_RANGES.get(producer.kind)
+    known_range = OUTPUT_LIMITS.get(producer.kind)
     spans = [] if known_range is None else [known_range[1] - known_range[0]]
     if side.params is not None:
         spans.append(float(np.max(side.params.range.high - side.params.range.low)))

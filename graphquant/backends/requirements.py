@@ -167,8 +167,6 @@ class OpContext:
 
 Requirement = Callable[[OpContext], BrokenRule | None]
 
-SlowdownNote = Callable[[OpContext], str]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementTable:
@@ -186,7 +184,7 @@ class RequirementTable:
     # kinds of sums that a weighted op fuses if all other branches are quantized
     absorbable_sums: frozenset[str] = frozenset()
     # for some kinds, the reason why low precision does not pay for an op that meets the requirements
-    notes: Mapping[str, SlowdownNote] = field(default_factory=dict)
+    notes: Mapping[str, Callable[[OpContext], str]] = field(default_factory=dict)
 
 
 def judge_from_table(model: Model, table: RequirementTable) -> tuple[Verdict, ...]:

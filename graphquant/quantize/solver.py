@@ -547,7 +547,7 @@ def _remaining_skips(state: SolverState, skips: tuple[Skip, ...]) -> list[Skip]:
 # Explain a site's scale in sentences: the source of its range, and what changed it.
 
 MAX_SHOWN_RANGE_BITS = 16  # widest type whose range is shown. The range of an int32 bias is not informative.
-OUTPUT_LIMITS = {"sigmoid": "[0, 1]", "softmax": "[0, 1]", "hard_sigmoid": "[0, 1]", "tanh": "[-1, 1]"}
+OUTPUT_LIMITS = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
 """Output limits of kinds that never exceed them."""
 
 
@@ -591,7 +591,8 @@ def _explain_observer(model: Model, site: Site, solution: Solution | None, index
     match observe.name:
         case "fixed":
             op = model.op(site.tensor)
-            limits_text = f"; {op.type} outputs stay in {OUTPUT_LIMITS[op.kind]}" if op.kind in OUTPUT_LIMITS else ""
+            limits = OUTPUT_LIMITS.get(op.kind)
+            limits_text = f"; {op.type} outputs stay in [{limits[0]:g}, {limits[1]:g}]" if limits is not None else ""
             low, high = observe.arguments["low"], observe.arguments["high"]
             return f"its range is fixed by {rule}: [{low:.6g}, {high:.6g}]{limits_text}"
         case "fixed-point":
