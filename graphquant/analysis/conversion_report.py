@@ -188,7 +188,12 @@ def _accept_folded_constants(
     """
     parameters = Parameters(model)
     agreeing = {line.tensor: not line.problem for line in lines if line.index is not None}
-    bounds = list(_constant_bounds(converted, {line.name for line in lines}))
+    matched = {line.name for line in lines}
+    bounds = [
+        (values[0], values[-1], scale or SCALE_TOLERANCE * np.abs(values).max())
+        for output, values, scale in _real_constants(converted, matched)
+        if values.size and output.name not in matched
+    ]
     for index, (insertion, line) in enumerate(zip(inserted, lines, strict=True)):
         is_absent = insertion.site.parameter and line.index is None and line.planned is not None and line.problem
         value = parameters.value(insertion.site.tensor) if is_absent else None
@@ -200,16 +205,6 @@ def _accept_folded_constants(
         )
         if not is_stored and _results_agree(model, insertion, agreeing):
             lines[index] = replace(line, problem="")
-
-
-def _constant_bounds(converted: Model, matched: Collection[str]) -> Iterator[tuple[float, float, float]]:
-    """Yield the smallest and the largest value of each constant whose name is not in `matched`, and their precision.
-
-    Biases of int32 and int64 are left out: their precision is higher than that of any plan.
-    """
-    for output, values, scale in _real_constants(converted, matched):
-        if values.size and output.name not in matched:
-            yield float(values[0]), float(values[-1]), scale or SCALE_TOLERANCE * float(np.abs(values).max())
 
 
 def _results_agree(model: Model, insertion: InsertedPair, agreeing: Mapping[TensorRef, bool]) -> bool:

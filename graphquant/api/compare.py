@@ -63,7 +63,7 @@ def compare(
         ModelError: A model cannot be read or run.
         UsageError: The inputs or outputs differ, quantized tensors of a TFLite file are requested; an invalid option.
     """
-    from graphquant.calibration.data import as_data_spec, open_data
+    from graphquant.calibration.data import as_data_spec, open_data, split_by_signature
     from graphquant.calibration.data.check import check_samples
 
     settings = resolve_options(CompareOptions, options, values)
@@ -76,13 +76,14 @@ def compare(
             " the models from which the file was converted."
         )
     sites = match_sites(float_ir, quantized_ir) if settings.sites and not has_tflite_file else None
-    float_runner = _create_runner(float_ir, settings)
+    signatures = settings.signature or tuple(split_by_signature(data))
+    float_runner = _create_runner(float_ir, signatures)
     data = complete_model_data(float_ir, data) if float_ir.traits.rewritable else data
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir) if float_ir.traits.rewritable else ()
     metric = load_metric(settings.metric)
     batches, labels = open_labelled_data(batches, data, float_runner.inputs, settings.samples, metric)
-    quantized_runner = _create_runner(quantized_ir, settings, float_runner.outputs)
+    quantized_runner = _create_runner(quantized_ir, signatures, float_runner)
     sensitivity = None
     if sites is not None and settings.sensitivity:
         sensitivity = _measure_sensitivity(quantized_ir, sites, float_runner, quantized_runner, batches, progress)
@@ -111,13 +112,15 @@ def load_compared(model: Model | str | Path, settings: CompareOptions, data: str
     return as_model(model) if is_tflite else load_source(model, settings, data)
 
 
-def _create_runner(model: Model, settings: CompareOptions, other_outputs: Sequence[str] = ()) -> Runner:
-    """Return the runner of a model, which may be a TFLite file."""
+def _create_runner(model: Model, signatures: Sequence[str], other: Runner | None = None) -> Runner:
+    """Return the runner of a model, which may be a TFLite file that is compared with the model of another runner."""
     if model.format != "tflite":
         return formats.format_module(model.format).create_runner(model)
     from graphquant.formats.tensorflow.tflite_converter import TFLiteRunner
 
-    return TFLiteRunner(model, settings.signature, other_outputs)
+    if other is None:
+        return TFLiteRunner(model, signatures)
+    return TFLiteRunner(model, signatures, other.outputs, other.inputs)
 
 
 def _measure_sensitivity(

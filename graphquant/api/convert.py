@@ -147,16 +147,18 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
     planned, holdout = result.validation, result.holdout
     if planned is None or planned.comparison is None or holdout is None:
         return report
-    from graphquant.formats.tensorflow.runner import output_fetches, signatures_of_inputs
+    from graphquant.formats.tensorflow.runner import input_specs, output_fetches, served_signatures
     from graphquant.formats.tensorflow.tflite_converter import TFLiteRunner
     from graphquant.formats.tflite import parse_tflite
 
-    signatures = signatures_of_inputs(result.source)
+    signatures = served_signatures(result.source)
     first, *others = signatures
     names = {tensor: f"{signature.name}/{key}" for signature in others for key, tensor in signature.outputs.items()}
     names |= {tensor: key for key, tensor in first.outputs.items()}
     file = parse_tflite(data, Path("the converted model"))
-    runner = TFLiteRunner(file, [signature.name for signature in signatures], list(names.values()))
+    runner = TFLiteRunner(
+        file, [signature.name for signature in signatures], list(names.values()), input_specs(result.source)
+    )
     matches = {name: names[tensor] for name, tensor in output_fetches(result.source).items() if tensor in names}
     validation = validate_model(
         result.source,

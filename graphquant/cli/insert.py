@@ -88,7 +88,7 @@ def insert_command(
     if verbose and quiet:
         raise UsageError("--verbose prints more and --quiet nothing. Use one of them.")
     from graphquant import api
-    from graphquant.api.models import as_model, default_output
+    from graphquant.api.models import default_output, load_source, omission_notes
 
     target = output or default_output(model)
     try:
@@ -102,7 +102,8 @@ def insert_command(
         if not dry_run:
             lock_output_of_command(target)
             stack.enter_context(resumable_output(target, _resume_key(model, settings)))
-        source = as_model(model, settings)
+        source = load_source(model, settings, settings.data)
+        notes = omission_notes(source)
         if to_tflite:
             from graphquant.api.convert import freeze, require_convertible
 
@@ -114,7 +115,7 @@ def insert_command(
             result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
         )
     if not quiet:
-        _print_result(result, written, conversion, tables=verbose)
+        _print_result(result, written, conversion, notes, tables=verbose)
     if conversion is not None and not conversion.agrees:
         raise FindingsError(
             f"{target.name} does not have all planned scales; -v lists them beside those of the runtime. Exclude these"
@@ -192,23 +193,17 @@ def _check_outputs(
         check_output(target, model, force=force)
     elif not dry_run:
         check_model_output(target, model, model_format, force=force)
-    if report is not None:
-        check_output(report, model, force=True)
-        if report.resolve() == target.resolve():
-            raise UsageError(f"--report {report} is also the output. Use another name for the report.")
     if export_ranges is not None:
         from graphquant.quantize.range_files import check_export_suffix
 
         check_export_suffix(export_ranges)
-        check_output(export_ranges, model, force=force)
-        if export_ranges.resolve() in {target.resolve(), report.resolve() if report is not None else None}:
-            raise UsageError(
-                f"--export-ranges {export_ranges} is also another output. Use another name for the ranges."
-            )
-    if html is not None:
-        check_output(html, model, force=force)
-        if html.resolve() in {target.resolve(), report.resolve() if report is not None else None}:
-            raise UsageError(f"--html {html} is also another output. Use another name for the page.")
+    outputs = {target.resolve()}
+    for option, path in (("--report", report), ("--export-ranges", export_ranges), ("--html", html)):
+        if path is not None:
+            check_output(path, model, force=force or path is report)
+            if path.resolve() in outputs:
+                raise UsageError(f"{option} {path} is also another output. Use another name.")
+            outputs.add(path.resolve())
     return to_tflite
 
 
@@ -244,12 +239,13 @@ def _write_result(
     return conversion
 
 
-def _print_result(result: Result, written: Path | None, conversion: ConversionReport | None, *, tables: bool) -> None:
-    from graphquant.api.models import omission_notes
+def _print_result(
+    result: Result, written: Path | None, conversion: ConversionReport | None, notes: list[str], *, tables: bool
+) -> None:
     from graphquant.visualize import text
 
     print_view(text.result_view(result, tables=tables, to_tflite=conversion is not None))
-    print_notes(omission_notes(result.source))
+    print_notes(notes)
     if conversion is not None:
         print_view(text.conversion_view(conversion, tables=tables or not conversion.agrees, written=written))
     ending = f"Written to {written}" if written is not None else "Nothing was written (dry run)."

@@ -198,15 +198,13 @@ class OpNeighbors:
             cache[current] = None  # also ends a ring of identities
             path.append(current)
             current = step(current)
-            if current is not None and not self._forwards_values(current):
-                break
+            if current is None or self.model.op(current).kind in TRANSPARENT_KINDS or self.is_float_cast(current):
+                continue
+            break
         else:
             current = None if current is None else cache[current]
         cache.update(dict.fromkeys(path, current))
         return current
-
-    def _forwards_values(self, tensor: TensorRef) -> bool:
-        return self.model.op(tensor).kind in TRANSPARENT_KINDS or self.is_float_cast(tensor)
 
     def data_input(self, tensor: TensorRef) -> TensorRef | None:
         """Return the main input of the op of `tensor`: the first one that is no parameter, or the first one."""

@@ -93,7 +93,13 @@ OUTPUT_COLUMNS: tuple[Column[OutputFigures], ...] = (
     Column("cosine", lambda output: output.cosine, "{:.6f}".format, number=True),
     Column("max diff", lambda output: None if output.empty else output.max_error, "{:.4g}".format, number=True),
     Column("agree", lambda output: output.agreement, _percent_text, number=True),
-    Column("accuracy", lambda output: output.accuracy, _accuracy_text, number=True, optional=True),
+    Column(
+        "accuracy",
+        lambda output: output.accuracy,
+        lambda pair: " -> ".join(map(_percent_text, pair)),
+        number=True,
+        optional=True,
+    ),
     Column("perplexity", lambda output: output.perplexity, _perplexity_text, number=True, optional=True),
 )
 SITE_COLUMNS: tuple[Column[SiteFigures], ...] = (

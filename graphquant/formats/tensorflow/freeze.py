@@ -17,7 +17,7 @@ from graphquant.formats.tensorflow.function_names import rename_functions
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.ops import builtin_table
-from graphquant.formats.tensorflow.runner import signatures_of_inputs
+from graphquant.formats.tensorflow.runner import run_inputs, served_signatures
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,
     find_state_variables,
@@ -136,34 +136,52 @@ def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
 
 
 def _freeze_signatures(tensorflow: Any, model: Model) -> tuple[Any, tuple[FrozenSignature, ...]]:
-    """Return the GraphDef of all signatures with the same inputs, and these with their tensors there."""
-    signatures = signatures_of_inputs(model)
+    """Return the GraphDef of the signatures that run, and these with their tensors there."""
+    signatures = served_signatures(model)
     served, *others = signatures
+    names = _placeholder_names(model, signatures)
     try:
-        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)
+        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures, names)
     except (ModelError, ValueError):
-        if not others:
+        if not others or model.source.selected_signatures:
             raise
-        signatures = (served,)
-        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures)  # another one may change variables
+        signatures = (served,)  # another one may change variables
+        names = {op: names[op] for op in served.inputs.values()}
+        data, tensors = _freeze_with_tensorflow(tensorflow, model, signatures, names)
     graph_def = proto.parse_binary(data, proto.GraphDef(), source=str(model.source.file))
     if others:
         tensors = _merge_equal_nodes(graph_def, tensors)
     proposed_names: dict[tuple[str, int], str] = {}
     for signature in signatures:
         for key, tensor in signature.outputs.items():
-            proposed_names.setdefault(tensors[tensor], key)
-    graph_def, names = _restore_op_names(graph_def, proposed_names, list(served.inputs))
+            is_taken = key in proposed_names.values()
+            proposed_names.setdefault(tensors[tensor], f"{signature.name}/{key}" if is_taken else key)
+    graph_def, output_names = _restore_op_names(graph_def, proposed_names, list(names.values()))
     frozen = tuple(
         FrozenSignature(
             name=signature.name,
-            inputs={key: key for key in sorted(signature.inputs)},
+            inputs={key: names[op] for key, op in sorted(signature.inputs.items())},
             source_inputs=signature.inputs,
-            outputs={key: f"{names[tensors[tensor]]}:0" for key, tensor in signature.outputs.items()},
+            outputs={key: f"{output_names[tensors[tensor]]}:0" for key, tensor in signature.outputs.items()},
         )
         for signature in signatures
     )
     return graph_def, frozen
+
+
+def _placeholder_names(model: Model, signatures: Sequence[FrozenSignature]) -> dict[str, str]:
+    """Return the name of the placeholder in the frozen graph for each one that the signatures read.
+
+    Inputs that share their data become one placeholder.
+    """
+    keys = {op: key for signature in reversed(signatures) for key, op in signature.inputs.items()}
+    names: dict[str, str] = {}
+    used_names: set[str] = set()
+    for entry in run_inputs(model):
+        key = keys.get(entry.spec.name, entry.spec.name)
+        name = unique_node_name(used_names, f"{entry.spec.signatures[0]}_{key}" if key in used_names else key)
+        names |= {tensors.values_op: name for tensors in entry.targets}
+    return names
 
 
 def _merge_equal_nodes(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
@@ -229,11 +247,11 @@ def _numbered(contents: Mapping[str, object]) -> dict[str, int]:
 
 
 def _freeze_with_tensorflow(
-    tensorflow: Any, model: Model, signatures: Sequence[FrozenSignature]
+    tensorflow: Any, model: Model, signatures: Sequence[FrozenSignature], names: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[str, int]]]:
     """Return the binary GraphDef between the inputs and outputs of signatures, and each output's name and type there.
 
-    Inputs with the same key become one placeholder.
+    `names` has the new name of each placeholder.
     """
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
@@ -247,16 +265,12 @@ def _freeze_with_tensorflow(
     existing = {node.name for node in constant.node}
 
     def rebuild() -> Any:
-        placeholders = {}
-        for key, op in signatures[0].inputs.items():
+        placeholders: dict[str, Any] = {}
+        for op, name in names.items():
             output = model.main.op(op).outputs[0]
-            placeholders[key] = v1.placeholder(output.dtype or "float32", output.shape, name=key)
-        input_map = {
-            f"{op}:0": placeholders[key]
-            for signature in signatures
-            for key, op in signature.inputs.items()
-            if op in existing or signature is signatures[0]
-        }
+            if name not in placeholders:
+                placeholders[name] = v1.placeholder(output.dtype or "float32", output.shape, name=name)
+        input_map = {f"{op}:0": placeholders[name] for op, name in names.items() if op in existing}
         # The inliner only inlines a call whose results are fetched directly.
         results = v1.import_graph_def(constant, name="", input_map=input_map, return_elements=fetches)
         return list(placeholders.values()), results
@@ -269,7 +283,8 @@ def _freeze_with_tensorflow(
             raise
         raise ModelError(
             f"{model.path or 'The model'} cannot be frozen, because each run changes the variable {changed[0]}, and"
-            " constants cannot change. Export it with its state as inputs and outputs, or without stateful=True."
+            " constants cannot change. Export it with its state as inputs and outputs, or without stateful=True, or"
+            " choose other signatures with --signature."
         ) from error
     frozen_function = convert_variables_to_constants_v2(function.prune(*traced))
     pairs = zip(fetches, frozen_function.outputs, strict=True)

@@ -25,6 +25,7 @@ from graphquant.formats.tensorflow.signatures import (
     running_signatures,
     signature_inputs,
     signature_outputs,
+    signature_placeholders,
     signatures_with_outputs,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature
@@ -44,10 +45,10 @@ def input_specs(model: Model, message: Any = None) -> Sequence[InputSpec]:
 
     `message` is the emitted `model`, if the caller has it.
     """
-    return tuple(entry.spec for entry in _run_inputs(model, message))
+    return tuple(entry.spec for entry in run_inputs(model, message))
 
 
-def _run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
+def run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
     """Return the inputs of a run with the tensors that their data feeds."""
     meta = _served_meta_graph(model, message)
     if meta is not None:
@@ -73,45 +74,39 @@ def _served_meta_graph(model: Model, message: Any) -> Any:
     return None if meta is None or not any(signatures_with_outputs(meta)) else meta
 
 
-def signatures_of_inputs(model: Model, message: Any = None) -> tuple[FrozenSignature, ...]:
-    """Return the signature that runs, and those that take its inputs. `message` is the emitted `model`, if known.
+def served_signatures(model: Model, message: Any = None) -> tuple[FrozenSignature, ...]:
+    """Return the signatures that run, with their placeholders. `message` is the emitted `model`, if known.
 
     The inputs and outputs of a graph without signatures are named after their ops.
     """
     if model.source.signatures:
         return tuple(model.source.signatures)
-    meta, specs = _served_meta_graph(model, message), input_specs(model, message)
+    meta = _served_meta_graph(model, message)
     if meta is None:
-        fetches, served, others = output_fetches(model, message), "serving_default", []
-    else:
-        served, *others = running_signatures(model, meta)
-        fetches = output_tensors(meta.signature_def[served])
-        specs = [spec for spec in specs if served in spec.signatures]
-    inputs = {next((alias for alias in spec.aliases if ":" not in alias), spec.name): spec.name for spec in specs}
-    signatures = [FrozenSignature(name=served, inputs=inputs, outputs=fetches)]
-    for name in others:
-        signature = meta.signature_def[name]
-        placeholders = {key: info.name.partition(":")[0] for key, info in signature.inputs.items()}
-        takes_known_inputs = placeholders.keys() <= inputs.keys() and all(
-            op in model.main
-            and [(output.dtype, output.shape) for output in model.main.op(op).outputs]
-            == [(output.dtype, output.shape) for output in model.main.op(inputs[key]).outputs]
-            for key, op in placeholders.items()
+        inputs = {spec.name: spec.name for spec in input_specs(model, message)}
+        return (FrozenSignature(name="serving_default", inputs=inputs, outputs=output_fetches(model, message)),)
+    served = [(name, meta.signature_def[name]) for name in running_signatures(model, meta)]
+    return tuple(
+        FrozenSignature(
+            name=name, inputs=signature_placeholders(model, name, signature), outputs=output_tensors(signature)
         )
-        if takes_known_inputs:
-            signatures.append(FrozenSignature(name=name, inputs=placeholders, outputs=output_tensors(signature)))
-    return tuple(signatures)
+        for name, signature in served
+    )
 
 
 def _placeholder_input(model: Model, name: str) -> SignatureInput:
-    output = model.main.op(name).outputs[0]
+    output, signatures = model.main.op(name).outputs[0], model.source.signatures
+    keys = [(signature, key) for signature in signatures for key, op in signature.inputs.items() if op == name]
     # Data for the model before freezing feeds the frozen one too.
-    sources = [
-        signature.source_inputs[name] for signature in model.source.signatures if name in signature.source_inputs
-    ]
-    names = dict.fromkeys(f"{op}{port}" for op in (name, *sources) for port in ("", ":0"))
-    aliases = tuple(alias for alias in names if alias != name)
-    spec = InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
+    sources = [signature.source_inputs[key] for signature, key in keys if key in signature.source_inputs]
+    names = dict.fromkeys(f"{op}{port}" for op in (name, *sources, *(key for _, key in keys)) for port in ("", ":0"))
+    spec = InputSpec(
+        name=name,
+        dtype=output.dtype or "float32",
+        shape=output.shape,
+        aliases=tuple(alias for alias in names if alias != name),
+        signatures=tuple(signature.name for signature, _ in keys),
+    )
     return SignatureInput(spec=spec, targets=(FedTensors(encoding="dense", ops=(name,)),))
 
 
@@ -122,7 +117,7 @@ class TensorFlowRunner:
         self._tf = module
         self.model = model
         message = emit(model, to_run=True)
-        required_inputs = _run_inputs(model, message)
+        required_inputs = run_inputs(model, message)
         self.inputs: Sequence[InputSpec] = tuple(entry.spec for entry in required_inputs)
         self._fetches = output_fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)  # the signature's keys, or the names of the tensors
@@ -132,7 +127,8 @@ class TensorFlowRunner:
             _placeholder_input(model, name) for name in main.inputs if name not in required and main.slots(name)
         ]
         all_inputs = (*optional, *required_inputs)
-        self._inputs_by_key = {key: entry for entry in all_inputs for key in (*entry.spec.aliases, entry.spec.name)}
+        self._inputs_by_key = {key: entry for entry in all_inputs for key in entry.spec.aliases}
+        self._inputs_by_key |= {entry.spec.name: entry for entry in all_inputs}
         self._unfetchable = unfetchable_ops(model.main)
         self._output_watch: TensorWatch | None = None
         self._last_watch: TensorWatch | None = None
@@ -224,7 +220,8 @@ class TensorFlowRunner:
             if self._last_watch is not None:
                 self._last_watch.close()
             # Other calls often observe the same tensors or the outputs, and a session takes longer than many runs.
-            outputs = () if other_tensors or ancestors_only else self._fetchable_outputs()
+            fetchable = [tensor for tensor in self.output_tensors.values() if tensor.op not in self._unfetchable]
+            outputs = () if other_tensors or ancestors_only else fetchable
             watch = self._start_watch([*tensors, *outputs], other_tensors, ancestors_only=ancestors_only)
             self._last_watch = None if other_tensors or ancestors_only else watch
         watch.start_sequence()
@@ -237,10 +234,6 @@ class TensorFlowRunner:
         finally:
             if watch is not self._last_watch:
                 watch.close()
-
-    def _fetchable_outputs(self) -> list[TensorRef]:
-        """Return the outputs that have one value in each run."""
-        return [tensor for tensor in self.output_tensors.values() if tensor.op not in self._unfetchable]
 
     def _start_watch(
         self,

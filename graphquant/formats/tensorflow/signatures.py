@@ -108,6 +108,12 @@ def signature_inputs(model: Model, meta: Any) -> tuple[SignatureInput, ...]:
     return tuple(merged)
 
 
+def signature_placeholders(model: Model, name: str, signature: Any) -> dict[str, str]:
+    """Return the placeholder of each input of a signature that data feeds, by its key."""
+    specs = [entry.spec for entry in _inputs_of(model, name, signature)]
+    return {next((alias for alias in spec.aliases if ":" not in alias), spec.name): spec.name for spec in specs}
+
+
 def _find_equal(entry: SignatureInput, others: Sequence[SignatureInput]) -> int | None:
     """Return the index of the input in `others` whose data `entry` accepts; None if there is none."""
     for index, other in enumerate(others):
@@ -256,12 +262,10 @@ def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bo
 
     With `separate_inputs`, each has its own data, also where they take inputs of the same key.
 
-    Raises a UsageError if the model has no such signature.
+    Raises a UsageError if the model has no such signature, or was frozen with others or without separate inputs.
     """
     meta = model.source.meta_graph(model.source.message)
     frozen = tuple(signature.name for signature in model.source.signatures)
-    if frozen and set(names) == set(frozen):  # the model was frozen with these
-        return model
     known = frozen if meta is None else tuple(signatures_with_outputs(meta))
     for name in names:
         if name not in known:
@@ -269,6 +273,15 @@ def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bo
             raise UsageError(
                 f"{model.path or 'The model'} has no signature {name!r}. {listed}.{did_you_mean(name, known)}"
             )
+    if frozen:
+        inputs = [op for signature in model.source.signatures for op in set(signature.inputs.values())]
+        if set(names) != set(frozen) or (separate_inputs and len(set(inputs)) < len(inputs)):
+            raise UsageError(
+                f"{model.path or 'The model'} was frozen with the signatures {', '.join(frozen)}, and their inputs of"
+                " the same key, type and shape are one. Give one array for each input, or freeze only the signature"
+                " that you need: gq.freeze(gq.load(PATH, signature=NAME))."
+            )
+        return model
     kept = {tensor for name in names for tensor in output_tensors(meta.signature_def[name]).values()}
     selected = model.copy()
     selected.provenance, selected.original_model = model.provenance, model.original_model

@@ -403,15 +403,12 @@ class _GraphRewriter:
 
     def _new_op(self, name: str, source: int, result: int) -> Any:
         """Return a QUANTIZE or DEQUANTIZE between two tensors."""
-        number = next((index for index, code in enumerate(self.file.operatorCodes) if self._is_code(code, name)), None)
-        if number is None:
+        builtin, codes = getattr(self.schema.BuiltinOperator, name), self.file.operatorCodes
+        number = next((index for index, code in enumerate(codes) if code.builtinCode == builtin), len(codes))
+        if number == len(codes):
             code = self.schema.OperatorCodeT()
-            code.builtinCode = code.deprecatedBuiltinCode = getattr(self.schema.BuiltinOperator, name)
-            number = len(self.file.operatorCodes)
-            self.file.operatorCodes.append(code)
+            code.builtinCode = code.deprecatedBuiltinCode = builtin
+            codes.append(code)
         op = self.schema.OperatorT()
         op.opcodeIndex, op.inputs, op.outputs = number, [source], [result]
         return op
-
-    def _is_code(self, code: Any, name: str) -> bool:
-        return bool(code.builtinCode == getattr(self.schema.BuiltinOperator, name))

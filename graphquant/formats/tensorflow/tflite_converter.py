@@ -10,7 +10,7 @@ import contextlib
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.freeze import with_constants
 from graphquant.formats.tensorflow.learned_ranges import unique_node_name
-from graphquant.formats.tensorflow.runner import signatures_of_inputs
+from graphquant.formats.tensorflow.runner import served_signatures
 from graphquant.formats.tensorflow.session import (
     first_error_line,
     import_tensorflow,
@@ -77,7 +77,7 @@ def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool 
     or needs a range that is missing.
     """
     message = emit(model)
-    signatures = signatures_of_inputs(model, message)
+    signatures = served_signatures(model, message)
     io_types = ["int16", "float32"] if is_16x8(model) else ["int8", "uint8", "float32"]
     if io is not None and io not in io_types:
         raise UsageError(f"The activations of the plan are {io_types[0]}, so --io is one of {', '.join(io_types)}.")
@@ -126,8 +126,10 @@ def _convert_signatures(
     # The converter's struct.error stands for an empty file.
     except (ConverterError, ValueError, RuntimeError, struct.error) as error:
         reason = _SOURCE_LOCATION.sub(" ", first_error_line(str(error))).strip()
+        names = ", ".join(signature.name for signature in signatures)
+        refused = "model" if len(served_signatures(model)) == len(signatures) else f"signature {names}"
         raise ModelError(
-            f"TensorFlow's converter refuses the model: {reason}. {_conversion_advice(model, str(error))}"
+            f"TensorFlow's converter refuses the {refused}: {reason}. {_conversion_advice(model, str(error))}"
         ) from error
     return add_signatures(data, signatures)
 
@@ -404,10 +406,18 @@ class TFLiteRunner:
     Inputs and outputs have the keys of the file's signatures, or its tensors' names if there are none.
     """
 
-    def __init__(self, model: Model, signatures: Sequence[str] = (), other_outputs: Sequence[str] = ()) -> None:
-        """Create the interpreter of a model, and run these of its signatures, by default all.
+    def __init__(
+        self,
+        model: Model,
+        signatures: Sequence[str] = (),
+        other_outputs: Sequence[str] = (),
+        other_inputs: Sequence[InputSpec] = (),
+    ) -> None:
+        """Create the interpreter of a model, and run these of its signatures, by default those of `other_inputs`.
 
-        Of signatures after the first, only outputs that `other_outputs` has as "SIGNATURE/KEY" are returned.
+        The outputs of signatures after the first are named "SIGNATURE/KEY", and only those in `other_outputs` are
+        returned, if it has any. Inputs have the names of those in `other_inputs` that their signature takes under the
+        same key.
 
         Raises:
             MissingDependencyError: tensorflow is not installed.
@@ -423,19 +433,33 @@ class TFLiteRunner:
             raise UsageError(
                 f"{model.path} has no signature {unknown[0]!r}. It has {', '.join(known) or 'none'}.{hint}"
             )
-        first, *others = signatures or known or ("",)
+        compared = dict.fromkeys(name for spec in other_inputs for name in spec.signatures if name in known)
+        first, *others = signatures or compared or known or ("",)
         self._inputs: dict[str, dict[str, Any]] = {}
+        self._input_names: dict[str, dict[str, str]] = {}
         self._outputs: dict[str, dict[str, str]] = {}
         self.output_steps: dict[str, float] = {}  # scales of the outputs, 0 for floats
         for signature in (first, *others):
             inputs, outputs = self._details(signature)
             names = {key: key if signature == first else f"{signature}/{key}" for key in outputs}
-            names = {key: name for key, name in names.items() if signature == first or name in other_outputs}
+            is_compared = signature == first or (signature in signatures and not other_outputs)
+            names = {key: name for key, name in names.items() if is_compared or name in other_outputs}
             if names:
-                self._inputs[signature], self._outputs[signature] = inputs, names
+                self._inputs[signature], self._outputs[signature], self._input_names[signature] = inputs, names, {}
                 self.output_steps |= {name: outputs[key]["quantization"][0] for key, name in names.items()}
-        shared = {key: detail for inputs in reversed(self._inputs.values()) for key, detail in inputs.items()}
-        self.inputs: Sequence[InputSpec] = [_interpreter_input(key, detail) for key, detail in shared.items()]
+        specs: dict[str, InputSpec] = {}
+        for signature, key, detail in (
+            (name, *item) for name, inputs in self._inputs.items() for item in inputs.items()
+        ):
+            others_names = (s.name for s in other_inputs if signature in s.signatures and key in (*s.aliases, s.name))
+            spec = _interpreter_input(next(others_names, key), key, detail, signature)
+            shared = specs.get(spec.name, spec)
+            if (shared.dtype, shared.shape) != (spec.dtype, spec.shape):  # another input with the same key
+                shared = replace(spec, name=f"{signature}/{key}", aliases=(key,))
+            readers = dict.fromkeys((*shared.signatures, signature))
+            specs[shared.name] = replace(shared, signatures=tuple(filter(None, readers)))
+            self._input_names[signature][key] = shared.name
+        self.inputs: Sequence[InputSpec] = tuple(specs.values())
         self.outputs: Sequence[str] = [name for names in self._outputs.values() for name in names.values()]
         self.output_tensors: Mapping[str, TensorRef] = {}  # the interpreter overwrites tensors during a run
 
@@ -461,7 +485,8 @@ class TFLiteRunner:
         with self._translate_errors():
             for signature, names in self._outputs.items():
                 details = self._inputs[signature]
-                inputs = {key: _to_integers(feeds[key], detail) for key, detail in details.items()}
+                feed_names = self._input_names[signature]
+                inputs = {key: _to_integers(feeds[feed_names[key]], detail) for key, detail in details.items()}
                 outputs, output_details = self._invoke(signature, inputs)
                 results |= {name: _to_floats(outputs[key], output_details[key]) for key, name in names.items()}
         return results
@@ -508,13 +533,16 @@ class TFLiteRunner:
         )
 
 
-def _interpreter_input(key: str, detail: Mapping[str, Any]) -> InputSpec:
+def _interpreter_input(name: str, key: str, detail: Mapping[str, Any], signature: str) -> InputSpec:
     """Return an input by the interpreter's report of it; integers with a scale are fed as floats."""
     is_scaled = detail["quantization_parameters"]["scales"].size
-    name = np.dtype(detail["dtype"]).name
-    shape = tuple(None if size < 0 else int(size) for size in detail["shape_signature"])
-    aliases = (key.removesuffix(":0"),) if key.endswith(":0") else ()
-    return InputSpec(name=key, dtype="float32" if is_scaled else name, shape=shape, aliases=aliases)
+    return InputSpec(
+        name=name,
+        dtype="float32" if is_scaled else np.dtype(detail["dtype"]).name,
+        shape=tuple(None if size < 0 else int(size) for size in detail["shape_signature"]),
+        aliases=tuple(alias for alias in dict.fromkeys((key, key.removesuffix(":0"))) if alias != name),
+        signatures=(signature,),
+    )
 
 
 def _stored_params(detail: Mapping[str, Any]) -> QParams | None:

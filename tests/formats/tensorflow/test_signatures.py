@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 from support.cli import run_cli
 from support.data_files import encode_example, write_tfrecord
+from support.measurements import sqnr_db
 from support.tensorflow_models import CLASSES, IMAGE_SIZE, TEXT_SIZE, write_signature_models
 
 import graphquant as gq
 from graphquant.calibration.data import open_data, split_by_signature
-from graphquant.errors import DataError, UsageError
+from graphquant.errors import DataError, ModelError, UsageError
 from graphquant.formats import InputSpec
 from graphquant.formats.tensorflow import input_specs
 from graphquant.formats.tensorflow.runner import create_runner, output_fetches
@@ -97,6 +99,76 @@ def test_each_signature_has_data_of_its_own(saved_models: Path, texts: Any, imag
     comparison = gq.compare(saved_models / "towers", written, spec)
     assert [output.name for output in comparison.outputs] == ["scores", "image/scores"]
     assert min(output.sqnr or 0 for output in comparison.outputs) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("rules", "dtype"), [("tflite", "int8"), ("tflite16", "int16")])
+def test_signatures_with_other_inputs_share_a_tflite_file(
+    saved_models: Path, texts: Any, images: Any, tmp_path: Path, rules: str, dtype: str
+) -> None:
+    """Each signature has its integer input `x`, its ranges, its line in the validation, and its runner."""
+    tf = pytest.importorskip("tensorflow")
+    samples = {"text": texts, "image": images}
+    for name, array in samples.items():
+        np.savez(tmp_path / f"{name}.npz", x=array)
+    spec, path = ",".join(f"{name}={tmp_path}/{name}.npz" for name in samples), tmp_path / "towers.tflite"
+    arguments = ("insert", saved_models / "towers", "--data", spec, "--rules", rules, "--report", tmp_path / "r.json")
+    run_cli(*arguments, "-o", path)
+    conversion = json.loads((tmp_path / "r.json").read_text())["conversion"]
+    assert conversion["agrees"]
+    assert conversion["float_ops"] == []
+    loaded, interpreter = tf.saved_model.load(str(saved_models / "towers")), tf.lite.Interpreter(str(path))
+    assert interpreter.get_signature_list().keys() == samples.keys()
+    scales = set()
+    for name, array in samples.items():
+        run = interpreter.get_signature_runner(name)
+        (source,), (target,) = run.get_input_details().values(), run.get_output_details().values()
+        assert {source["dtype"], target["dtype"]} == {np.dtype(dtype).type}
+        (scale, zero), (step, offset) = source["quantization"], target["quantization"]
+        scales.add(scale)
+        integers = np.clip(np.round(array / scale) + zero, np.iinfo(dtype).min, np.iinfo(dtype).max).astype(dtype)
+        results = (run(x=integers)["scores"].astype(np.float64) - offset) * step
+        assert sqnr_db(loaded.signatures[name](x=tf.constant(array))["scores"].numpy(), results) > 30
+    assert len(scales) == len(samples)
+    comparison = gq.compare(saved_models / "towers", path, spec)
+    assert [output.name for output in comparison.outputs] == ["scores", "image/scores"]
+    assert min(output.sqnr or 0 for output in comparison.outputs) > 30
+    assert gq.compare(path, path, spec).outputs[0].equal
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_signatures_of_one_tflite_file_have_data_of_their_own(saved_models: Path, texts: Any, tmp_path: Path) -> None:
+    """Inputs of one key, type and shape stay apart with data for each; a signature that TFLite cannot run is named."""
+    tf = pytest.importorskip("tensorflow")
+    np.savez(tmp_path / "texts.npz", x=texts)
+    np.savez(tmp_path / "wide.npz", x=8 * texts)
+    spec, path = f"serving_default={tmp_path}/texts.npz,hidden={tmp_path}/wide.npz", tmp_path / "shared.tflite"
+    run_cli("insert", saved_models / "shared", "--data", spec, "-o", path)
+    interpreter = tf.lite.Interpreter(str(path))
+    runs = [interpreter.get_signature_runner(name) for name in ("serving_default", "hidden")]
+    narrow, wide = (run.get_input_details()["x"]["quantization"][0] for run in runs)
+    assert wide / narrow == pytest.approx(8, rel=0.01)
+    frozen = gq.freeze(gq.load(saved_models / "shared", signature=["serving_default", "hidden"]))
+    assert gq.insert(frozen, data={"x": texts}, signature=["hidden", "serving_default"]).inserted
+    for data in (spec, f"hidden={tmp_path}/texts.npz"):
+        with pytest.raises(UsageError, match="was frozen with the signatures serving_default, hidden"):
+            gq.insert(frozen, data=data)
+    module = tf.Module()
+    module.double = tf.function(lambda x: {"y": 2 * x}, input_signature=[tf.TensorSpec((None, TEXT_SIZE), name="x")])
+    module.count = tf.function(
+        lambda text: {"n": tf.strings.length(text)}, input_signature=[tf.TensorSpec((None,), tf.string, "text")]
+    )
+    tf.saved_model.save(module, str(tmp_path / "net"), signatures={"double": module.double, "count": module.count})
+    np.savez(tmp_path / "words.npz", text=np.array(["one", "two"]))
+    arguments = ("insert", tmp_path / "net", "--data", f"double={tmp_path}/texts.npz,count={tmp_path}/words.npz")
+    outcome = run_cli(*arguments, "-o", tmp_path / "net.tflite", code=ModelError.exit_code)
+    assert "the signature count" in outcome.stderr
+    assert not (tmp_path / "net.tflite").exists()
+    outcome = run_cli("insert", tmp_path / "net", "--data", tmp_path / "texts.npz", "--signature", "double", "-o", path,
+                      "--force")  # fmt: skip
+    assert "Written to" in outcome.stdout
 
 
 @pytest.mark.slow
