@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import qualified_op_name
-from graphquant.utils.option_types import CacheType, InputOutputType, RangeSource  # noqa: TC001  # pydantic evaluates them
+from graphquant.utils.option_types import CacheType, InputOutputType, RangeSource, type_adapter
 
 REPORT_SCHEMA_VERSION = 2  # schema version of reports
 MAX_REPORT_BYTES = 1 << 30  # maximum size of a report file
@@ -245,15 +244,10 @@ class BatchReport(_Record):
         return all(outcome.passed for outcome in self.outcomes)
 
 
-@cache
-def _type_adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def record_json(record: Outcome | BatchReport) -> dict[str, Any]:
     """Return an outcome or a report as JSON data."""
     kind: type = type(record)
-    data: dict[str, Any] = _type_adapter(kind).dump_python(record, mode="json")
+    data: dict[str, Any] = type_adapter(kind).dump_python(record, mode="json")
     return data
 
 
@@ -265,7 +259,7 @@ def parse_json(kind: type, data: Any, source: str) -> Any:
             f" {REPORT_SCHEMA_VERSION}. Create it again."
         )
     try:
-        return _type_adapter(kind).validate_python(data)
+        return type_adapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         location = ".".join(map(str, first["loc"]))

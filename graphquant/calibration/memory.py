@@ -30,7 +30,7 @@ the blocked layout that its convolutions prefer.
 REPEATED_KINDS = LOOP_KINDS | {"enter"}
 """Kinds of ops whose bodies run more than once, so that static shapes do not give the number of elements."""
 
-LARGE_PROCESS_BYTES = 1 << 28  # memory of the process from which freed memory is returned
+LARGE_PROCESS_BYTES = 1 << 27  # memory of the process from which freed memory is returned
 HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 """Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
 

@@ -12,12 +12,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from graphquant.calibration.targets import COARSE_BITS, FINE_BITS, ObservationTarget
 from graphquant.errors import DataError, UsageError
@@ -25,6 +25,7 @@ from graphquant.ir import TensorRef
 from graphquant.observers import EMPTY_SKETCH, Sketch, merge_sketches
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.atomic_files import atomic_file, lock_output
+from graphquant.utils.option_types import type_adapter
 from graphquant.utils.options import checks_types
 
 if TYPE_CHECKING:
@@ -321,11 +322,6 @@ class _StatsHeader:
     unobservable: tuple[_UnobservableEntry, ...]
 
 
-@cache
-def _header_adapter() -> TypeAdapter[_StatsHeader]:
-    return TypeAdapter(_StatsHeader)
-
-
 def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
     sketches = [stats.sketches[tensor] for tensor in stats.targets if tensor in stats.sketches]
     positions = {tensor: position for position, tensor in enumerate(stats.targets)}
@@ -341,7 +337,7 @@ def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
             _UnobservableEntry(tensor=positions[tensor], reason=reason) for tensor, reason in stats.unobservable.items()
         ),
     )
-    yield HEADER_MEMBER, _header_adapter().dump_json(header, by_alias=True)
+    yield HEADER_MEMBER, type_adapter(_StatsHeader).dump_json(header, by_alias=True)
     for name, dtype in ARRAY_DTYPES.items():
         arrays = [np.ravel(getattr(sketch, name)) for sketch in sketches]
         yield name, np.concatenate(arrays or [np.zeros(0)]).astype(dtype).tobytes()
@@ -372,7 +368,7 @@ def load_stats(path: str | Path) -> Stats:
             size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0
             if not 0 < size <= MAX_STATS_BYTES >> 4:
                 raise ValueError(f"it has no readable {HEADER_MEMBER}")
-            header = _header_adapter().validate_json(_read_member(archive, HEADER_MEMBER, size), strict=True)
+            header = type_adapter(_StatsHeader).validate_json(_read_member(archive, HEADER_MEMBER, size), strict=True)
             if header.format != STATS_FORMAT or header.version != STATS_VERSION:
                 raise ValueError(f"its version is {header.version}, but only version {STATS_VERSION} is supported")
             return _build_stats(header, _read_stats_arrays(archive, header.tensors))

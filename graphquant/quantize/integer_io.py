@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from graphquant.errors import DataError
 from graphquant.ir import RESHAPING_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, check_invariants
@@ -28,6 +28,7 @@ from graphquant.qdq import read_qparams
 from graphquant.qdq.family import add_constant, new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_WITHOUT_KERNELS
 from graphquant.quantize.preparation_undo import remove_unread_ops
+from graphquant.utils.option_types import type_adapter
 
 if TYPE_CHECKING:
     from graphquant.quantize.plan import Plan
@@ -100,7 +101,7 @@ def convert_boundary(convert: Callable[[Array, QParams], Array], values: Array, 
 def integer_tensors(provenance: Mapping[str, str]) -> tuple[BoundaryTensor, ...]:
     """Return the integer inputs and outputs that the provenance of a model lists; none if it is damaged."""
     try:
-        tensors = TypeAdapter(tuple[BoundaryTensor, ...]).validate_json(provenance.get(IO_KEY, "[]"))
+        tensors = type_adapter(tuple[BoundaryTensor, ...]).validate_json(provenance.get(IO_KEY, "[]"))
     except ValidationError:
         return ()
     return tuple(tensor for tensor in tensors if tensor.dtype != "float32")

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import Model, Parameters, TensorRef, Use, merged_channel_shape
@@ -24,6 +23,7 @@ from graphquant.qdq import FAMILIES, QDQFamily
 from graphquant.quantize.preparation_undo import Step
 from graphquant.rules import ALGORITHM_NAMES, Scheme
 from graphquant.utils import HtmlRepresentation
+from graphquant.utils.option_types import type_adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +161,6 @@ MAX_MISTAKES = 100  # mistakes of one plan that are listed in one error
 _LISTS = ("steps", "sites", "skips")
 _PLAN_FILE_HINT = "`graphquant plan --format json` writes plans."
 
-_cached_type_adapter = lru_cache(maxsize=None)(TypeAdapter)
-
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return `plan` as JSON data. `plan_from_json` reads it back."""
@@ -292,7 +290,7 @@ class _PlanReader:
     def validate(self, target_type: Any, raw: Any, path: str) -> Any:
         """Validate `raw` as a `target_type`. Return None and record the mistakes if it is invalid."""
         try:
-            return _cached_type_adapter(target_type).validate_json(json.dumps(raw), strict=True)
+            return type_adapter(target_type).validate_json(json.dumps(raw), strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 inner_path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, WithJsonSchema
 
 from graphquant.errors import UsageError, escape_unprintable
 from graphquant.utils.argument_types import require_file_or_object
 from graphquant.utils.text import parse_size
+
+
+@cache
+def type_adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return the validator of a type, which is created once, because that takes longer than most validations."""
+    return TypeAdapter(kind)
 
 
 def parse_share(value: Any) -> float:

@@ -396,10 +396,12 @@ class OptionField:
 
     def parse(self, value: Any) -> Any:
         """Return the validated value."""
-        from pydantic import TypeAdapter, ValidationError
+        from pydantic import ValidationError
+
+        from graphquant.utils.option_types import type_adapter
 
         try:
-            return TypeAdapter(self.annotation).validate_python(value)
+            return type_adapter(self.annotation).validate_python(value)
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             end = "" if message.endswith((".", "?")) else "."

@@ -561,22 +561,21 @@ class _ModelResponse:
         """Run the model on `feeds`; see `SampleCheck.finish` for the two runners."""
         self._runner, self._feeds = runner, feeds
         self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds))
-        layers = {name: use.layer for name, use in uses.items() if use.layer is not None}
-        tensors = tuple(dict.fromkeys(layer.tensor for layer in layers.values()))
-        observable = [tensor for tensor in tensors if tensor not in runner.unobservable(tensors)]
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
-        if observable:
-            observations = list(runner.observe(observable, feeds, ancestors_only=True))
-            for name, layer in layers.items():
-                values = [array for values in observations for array in values.get(layer.tensor, ())]
-                if (moments := channel_moments(layer, values)) is not None:
-                    means, deviations = moments
-                    if (ratio := scale_ratio(layer, deviations)) is not None:
-                        self.ratios[name] = ratio
-                    if is_negated(layer, means):
-                        self.negated.add(name)
+        for name, layer in ((name, use.layer) for name, use in uses.items()):
+            if layer is None or runner.unobservable([layer.tensor]):
+                continue
+            observations = runner.observe([layer.tensor], feeds, ancestors_only=True)
+            # A generator, because the values of all samples need more memory than a small model.
+            values = (array for observed in observations for array in observed.get(layer.tensor, ()))
+            if (moments := channel_moments(layer, values)) is not None:
+                means, deviations = moments
+                if (ratio := scale_ratio(layer, deviations)) is not None:
+                    self.ratios[name] = ratio
+                if is_negated(layer, means):
+                    self.negated.add(name)
 
     def needs_large_values(self, name: str) -> bool:
         """Return True if the model tells samples apart, but not if input `name` is divided by 255."""

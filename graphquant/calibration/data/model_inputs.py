@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -81,14 +81,14 @@ def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, I
     }
 
 
-def channel_moments(layer: InputLayer, values: Sequence[Array]) -> tuple[Array, Array] | None:
+def channel_moments(layer: InputLayer, values: Iterable[Array]) -> tuple[Array, Array] | None:
     """Return the means (C,) and standard deviations (C,) of the values that a layer compares with the stored ones.
 
     None if the shapes do not match, or if values are missing or not finite.
     """
     count, total, squares = 0, np.zeros(layer.spread.size), np.zeros(layer.spread.size)
     if (weight := layer.weight) is not None:
-        values = [array @ weight for array in values if array.ndim and array.shape[-1] == len(weight)]
+        values = (array @ weight for array in values if array.ndim and array.shape[-1] == len(weight))
     for array in values:
         if array.ndim <= max(layer.axis, 1) or array.shape[layer.axis] != layer.spread.size:
             return None
@@ -97,7 +97,7 @@ def channel_moments(layer: InputLayer, values: Sequence[Array]) -> tuple[Array, 
         rows = np.moveaxis(array, layer.axis, -1).reshape(-1, layer.spread.size).astype(np.float64)
         count += len(rows)
         total += rows.sum(0)
-        squares += (rows * rows).sum(0)
+        squares += np.square(rows, out=rows).sum(0)
     if count <= 1:
         return None
     return total / count, np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))

@@ -38,7 +38,7 @@ from graphquant.formats.onnx.external_data import (
 from graphquant.formats.onnx.file_writer import external_tensors, message_bytes
 from graphquant.formats.onnx.index import input_specs
 from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, watch_tensors
-from graphquant.formats.onnx.reader import load
+from graphquant.formats.onnx.reader import load, model_from_message
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import (
     SplitSession,
@@ -595,11 +595,12 @@ class _NumberedModel:
 
     def load_optimized(self, part_count: int) -> OptimizedModel:
         """Return the model that the session, or those of the parts of the model, wrote."""
-        if part_count:
-            paths = (_part_path(self._path, number) for number in range(part_count))
-            merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
-            self._path.write_bytes(merged.SerializeToString())
-        return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
+        if not part_count:
+            return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
+        paths = (_part_path(self._path, number) for number in range(part_count))
+        merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
+        optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
+        return _trace_optimized(self._model, optimized, self._lookup)
 
 
 def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:
