@@ -267,6 +267,12 @@ def load_source(
             " Give data for each of them."
         )
     source = select_signatures(as_model(model, options), data_names, separate_inputs=True)
+    if data is not None and source.format == "tensorflow":
+        from graphquant.formats.tensorflow import describe_unfrozen_variables
+
+        # The data is compared with the inputs later, and some of them may not matter, such as labels.
+        if problem := describe_unfrozen_variables(source):
+            raise ModelError(problem)
     check_tensor_sizes(source, options.max_memory)
     return source
 
