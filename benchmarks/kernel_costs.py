@@ -34,7 +34,6 @@ from graphquant.backends.integer_placement import (
     DEQUANTIZE,
     PLANAR_POOL,
     QUANTIZE,
-    SILU_PARTS,
     Activation,
     Placement,
     without_float_ops,
@@ -125,14 +124,63 @@ def grouped_convs(net: Net, rng: Generator) -> str:
 def line_convs(net: Net, rng: Generator) -> str:
     """Convolutions over a sequence, depthwise ones among them."""
     width, length = int(rng.choice([8, 12, 16, 32, 40, 64, 128, 256])), int(rng.choice([1, 8, 32, 64, 128, 512]))
-    net.shape, x = [1, width, length], "x"
+    before, x = int(rng.choice([1, 2, width, width])), "x"
+    net.shape = [1, before, length]
     for _ in range(3):
-        kernel = int(rng.choice([1, 3, 5, 9]))
-        groups = int(rng.choice([1, 1, width]))
-        weight = net.drawn(width, width // groups, kernel, fan=width // groups * kernel)
+        kernel = int(rng.choice([1, 3, 5, 9, 31] if before < width else [1, 3, 5, 9]))
+        groups = int(rng.choice([1, 1, width])) if before == width else 1
+        weight = net.drawn(width, before // groups, kernel, fan=before // groups * kernel)
+        before = width
         bias = net.constant(rng.normal(0, 0.1, width))
         x = net.op("Relu", net.op("Conv", x, weight, bias, pads=[kernel // 2] * 2, group=groups))
     return x
+
+
+def volume_convs(net: Net, rng: Generator) -> str:
+    """Convolutions over volumes, depthwise and factorized ones among them, with a pool or a skip connection."""
+    width, depth = int(rng.choice([4, 8, 12, 16, 24, 32, 48, 64])), int(rng.choice([2, 4, 8, 16]))
+    size, before, x = int(rng.choice([4, 7, 14, 28])), int(rng.choice([1, 3, width, width])), "x"
+    net.shape = [1, before, depth, size, size]
+    for _ in range(3):
+        kernel = [(1, 1, 1), (3, 3, 3), (3, 3, 3), (1, 3, 3), (3, 1, 1)][int(rng.integers(5))]
+        groups = int(rng.choice([1, 1, 1, width])) if before == width else 1
+        weight = net.drawn(width, before // groups, *kernel, fan=before // groups * int(np.prod(kernel)))
+        pads = [size // 2 for size in kernel] * 2
+        y = net.op("Conv", x, weight, net.constant(rng.normal(0, 0.1, width)), pads=pads, group=groups)
+        x = net.op("Relu", net.op("Add", x, y) if before == width and rng.integers(2) else y)
+        before = width
+    return net.op("MaxPool", x, kernel_shape=[2] * 3, strides=[2] * 3) if rng.integers(2) else x
+
+
+def float_ops(net: Net, rng: Generator) -> str:
+    """Ops without int8 kernels between convolutions."""
+    width, size = int(rng.choice([8, 16, 32, 64, 128])), int(rng.choice([4, 7, 14, 28]))
+    net.shape, x = [1, width, size, size], "x"
+    for _ in range(3):
+        y = net.conv(x, (width, width, 1))
+        kinds = (
+            "HardSwish",
+            "HardSwish",
+            "Resize",
+            "Elu",
+            "Softplus",
+            "Abs",
+            "Erf",
+            "LayerNormalization",
+            "ReduceMean",
+        )
+        kind = str(rng.choice(kinds))
+        more = ["", net.constant([1, 1, 2, 2])] if kind == "Resize" else []
+        if kind == "LayerNormalization":
+            y = net.op("Transpose", y, perm=[0, 2, 3, 1])
+            y = net.op(kind, y, net.constant(np.ones(width)), net.constant(np.zeros(width)))
+            x = net.op("Transpose", y, perm=[0, 3, 1, 2])
+        elif kind == "ReduceMean":
+            gate = net.op("HardSigmoid", net.conv(net.op(kind, y, axes=[2, 3]), (width, width, 1)))
+            x = net.op("Mul", y, gate)
+        else:
+            x = net.op(kind, y, *more, **({"mode": "linear"} if kind == "Resize" else {}))
+    return net.conv(x, (width, width, 1))
 
 
 def layers(net: Net, rng: Generator) -> str:
@@ -297,6 +345,7 @@ def upsampling(net: Net, rng: Generator) -> str:
 
 FAMILIES: tuple[Callable[[Net, Generator], str], ...] = (
     *(dense_convs, pointwise_convs, inverted_residuals, depthwise_separable, image_stem, grouped_convs, line_convs),
+    *(volume_convs, float_ops),
     *(
         layers,
         layers,
@@ -390,8 +439,8 @@ def total_work(placement: Placement, int8_groups: Iterable[int]) -> dict[tuple[s
             is_int8, kernels = index in labels, [group.work.kernel]
             if is_int8 and group.is_max_pool and not labels >= {*placement.producers(group)}:
                 kernels = [PLANAR_POOL]
-            elif not is_int8 and group.is_silu and labels & {*placement.producers(group)}:
-                kernels = list(SILU_PARTS)
+            elif not is_int8 and group.work.split_kernels and labels & {*placement.producers(group)}:
+                kernels = list(group.work.split_kernels)
             for kernel in kernels:
                 for name, amount in (group.work.int8_work if is_int8 else group.work.float_work).items():
                     total[f"{kernel} {'int8' if is_int8 else 'float'}", name] += amount

@@ -19,7 +19,7 @@ from graphquant.backends.onnxruntime_costs import (
     KernelWork,
     count_values,
     describe_work,
-    find_silu_gate,
+    find_gate,
 )
 from graphquant.ir import (
     BIAS_ADD_KINDS,
@@ -43,20 +43,17 @@ from graphquant.quantize import Plan, Site, Skip, SkipCode
 if TYPE_CHECKING:
     from graphquant.backends.findings import Verdict
 
-INT8_FACTORS = (0.4, 0.6, 1.0)
-"""Factors of the estimated int8 times of weighted ops, in the order in which they are tried.
-
-Int8 saves energy and memory as well, and other processors differ. With 0.4, an op stays int8 up to 2.5 times its float
-time. Decision 0074 has the results with other factors.
-"""
+INT8_WORTHS, FINE_WORTHS = (1.5, 0.7, 0.4, 0.2, 0.0), (0.4, 0.2)
+"""Shares of a weighted op's float time that int8 may cost in addition, in the order in which they are tried. The fine
+ones serve to be faster than float. Int8 saves energy and memory as well (see decision 0074)."""
 
 MAP_CONVERSION_FACTOR = 1.5
 """Factor of the estimated times of conversions of feature maps. Large maps leave the cache, so that many small int8
 parts take longer than the sum of their ops: a fifth longer in a detector with many SiLUs, for which this was chosen."""
 
 TIME_RATIOS = (0.75, 0.95)
-"""Estimated times of the model relative to float, the first of which any factor reaches decides. Among its factors, the
-one that keeps most in int8 is used.
+"""Estimated times of the model relative to float, the first of which decides that any worth of int8 reaches. The
+placement that keeps most in int8 is used.
 
 Their margins below float are the errors of the estimate: 6% in half of the measured models, 22% in nine of ten.
 """
@@ -67,8 +64,6 @@ MAX_ROUNDS = 4  # rounds of the search for a better placement; most models need 
 BYTE_BITS = 8
 UNEXAMINED_TYPES = frozenset({"Where", "ArgMax"})
 CLAMP_KINDS = frozenset({"relu", "relu6", "clip"})  # kinds that a product limits its output by
-SILU_PARTS = ("sigmoid", "mul")
-"""Kernels of a float SiLU after an int8 op. ONNX Runtime does not join them, because each reads a tensor of its own."""
 
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
 PLANAR_POOL = "max_pool.planar"
@@ -148,7 +143,7 @@ class Placement:
     def _host(self, graph: Graph, op: Op) -> int | None:
         """Return the group whose last op ONNX Runtime joins with `op`."""
         slots = [(Use(graph.name, op.name, slot), tensor) for slot, tensor in enumerate(graph.slots(op.name)) if tensor]
-        gate = find_silu_gate(graph, op)
+        gate = find_gate(graph, op)
         if gate:
             return self.group_by_op.get((graph.name, gate))
         activations = [(use, tensor) for use, tensor in slots if not self.parameters.is_parameter(tensor)]
@@ -197,7 +192,8 @@ class Placement:
         op = graph.op(name)
         group.is_silu = op.kind == "sigmoid" and len(group.members) > 1
         group.has_weight, group.is_max_pool = op.kind in WEIGHTED_KINDS, op.kind == "max_pool"
-        group.work = describe_work(graph, graph.op(group.members[-1][1]) if group.is_silu else op, self.parameters)
+        last = graph.op(group.members[-1][1])
+        group.work = describe_work(graph, last if find_gate(graph, last) else op, self.parameters)
         data_uses = [
             Use(graph_name, member, slot)
             for _, member in group.members[: 2 if group.is_silu else 1]
@@ -210,7 +206,9 @@ class Placement:
         group.fixed = any(site is not None and not _is_plain_byte(site) for site in input_sites)
         # These have int8 kernels under conditions of their own, which are not examined here.
         group.fixed |= op.type in UNEXAMINED_TYPES
-        if group.fixed or op.domain or op.type not in CONDITIONS or not data_uses or None in input_sites:
+        interpolates = op.kind == "resize" and op.attrs.get("mode", "nearest") not in {"nearest", b"nearest"}
+        has_conditions = op.type in CONDITIONS and not op.domain and not interpolates
+        if group.fixed or not has_conditions or not data_uses or None in input_sites:
             return
         tail_graph, tail = self.model.graphs[group.members[-1][0]], group.members[-1][1]
         uses = [use for uses in tail_graph.consumers_by_port(tail).values() for use in uses]
@@ -254,11 +252,11 @@ def _is_plain_byte(site: Site) -> bool:
 class PlacementSearch:
     """Search for the groups that run on integers.
 
-    Times are in nanoseconds, those of weighted ops in int8 times a factor.
+    Times are in nanoseconds, those of weighted ops in int8 less a share of their float time.
     """
 
-    def __init__(self, placement: Placement, table: CostTable, int8_factor: float = 1.0) -> None:
-        """Start with all groups in float. A smaller factor keeps more multiply-adds in int8."""
+    def __init__(self, placement: Placement, table: CostTable, int8_worth: float = 0.0) -> None:
+        """Start with all groups in float. A larger worth keeps more multiply-adds in int8."""
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
@@ -273,8 +271,8 @@ class PlacementSearch:
             self.float_cost[index] = self.int8_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
             # An op of which the table knows one form only is not judged.
             if table.knows(kernel):
-                factor = int8_factor if group.has_weight else 1.0
-                self.int8_cost[index] = factor * table.nanoseconds(f"{kernel} int8", group.work.int8_work)
+                worth = int8_worth * self.float_cost[index] if group.has_weight else 0.0
+                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work) - worth
         conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
         self.quantize_cost, self.dequantize_cost = (
             [
@@ -286,8 +284,9 @@ class PlacementSearch:
         # Additional time of a group in float that reads the output of an int8 op, and the other way round.
         self.split_cost, self.planar_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
-            if group.is_silu and group.work is not None:
-                parts = sum(table.nanoseconds(f"{part} float", group.work.float_work) for part in SILU_PARTS)
+            if group.work is not None and group.work.split_kernels:
+                kernels = group.work.split_kernels
+                parts = sum(table.nanoseconds(f"{kernel} float", group.work.float_work) for kernel in kernels)
                 self.split_cost[index] = max(parts - self.float_cost[index], 0.0)
             elif group.is_max_pool and group.work is not None:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
@@ -455,9 +454,12 @@ class PlacementSearch:
         for index, group in enumerate(groups):
             if not self.is_decidable[index]:
                 times[index][not group.fixed] = float("inf")
-            for position in group.reads:
-                if position != parents[index]:
-                    self._add_other_edge(times, index, position)
+            # Half of another edge's conversion counts for each end, as if the other end were fixed.
+            for position in (position for position in group.reads if position != parents[index]):
+                producer = self.placement.tensors[position].producer
+                for label in (0, 1):
+                    times[index][label] += self._edge_time(position, index, int(self.is_int8[producer]), label) / 2
+                    times[producer][label] += self._edge_time(position, index, label, int(self.is_int8[index])) / 2
         return times
 
     def _choose_labels(self, parents: Sequence[int | None], times: list[list[float]]) -> dict[int, tuple[int, int]]:
@@ -476,13 +478,6 @@ class PlacementSearch:
                 times[self.placement.tensors[position].producer][parent_label] += totals[chosen[-1]]
             choices[index] = (chosen[0], chosen[1])
         return choices
-
-    def _add_other_edge(self, times: list[list[float]], index: int, position: int) -> None:
-        """Add half of an edge's conversion to the reader, and half to the producer, as if the other one were fixed."""
-        producer = self.placement.tensors[position].producer
-        for label in (0, 1):
-            times[index][label] += self._edge_time(position, index, int(self.is_int8[producer]), label) / 2
-            times[producer][label] += self._edge_time(position, index, label, int(self.is_int8[index])) / 2
 
     def _edge_time(self, position: int, reader: int, producer_label: int, reader_label: int) -> float:
         """Return the share of an edge in the conversions of its tensor. All int8 readers need it quantized once."""
@@ -504,8 +499,8 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     search = PlacementSearch(placement, table)
     float_time = search.time
     outcomes: list[tuple[float, list[int]]] = []
-    for factor in INT8_FACTORS:
-        int8_groups = PlacementSearch(placement, table, factor).run()
+    for worth in INT8_WORTHS:
+        int8_groups = PlacementSearch(placement, table, worth).run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
             break
@@ -521,7 +516,8 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
         warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if plan.sites else []))
         return replace(placed if placed.sites else plan, warnings=warnings)
     fast_enough = (outcome for limit in TIME_RATIOS for outcome in outcomes if outcome[0] <= limit)
-    fastest = min(outcomes, key=lambda outcome: outcome[0])
+    coarse = [outcome for worth, outcome in zip(INT8_WORTHS, outcomes, strict=False) if worth not in FINE_WORTHS]
+    fastest = min(coarse, key=lambda outcome: outcome[0])
     ratio, int8_groups = next(fast_enough, fastest)  # the fastest may be slower than float
     if round(ratio, 2) > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))

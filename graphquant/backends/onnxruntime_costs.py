@@ -46,6 +46,8 @@ class KernelWork:
     kernel: str  # name of the kernel in a table, without "float" or "int8"
     float_work: Work
     int8_work: Work
+    # Kernels of the op in float after an int8 op, with which it is not joined, and does not share its layout.
+    split_kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,8 @@ IMAGE_RANK = 4  # rank of feature maps, whose float convolutions run in a blocke
 
 def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | None:
     """Return the work of an op for one sample; None if no table has its kind, or if a rank is unknown."""
-    describe = _DESCRIPTIONS.get("silu" if find_silu_gate(graph, op) else op.kind)
+    gate = find_gate(graph, op)
+    describe = _DESCRIPTIONS.get(GATED_KINDS[graph.op(gate).kind] if gate else op.kind)
     if describe is None or op.domain:
         return None
     tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
@@ -118,41 +121,54 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
     if not inputs or inputs[0] is None or output is None:
         return None
     work = describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
-    if work is None or op.kind not in CONVOLUTION_KINDS or len(output) != IMAGE_RANK:
+    if work is not None and work.kernel == "silu":
+        return replace(work, split_kernels=SILU_PARTS)
+    if work is None or len(output) != IMAGE_RANK:
         return work
-    reordered = _count_reordered_values(graph, op)
+    if work.kernel in LAYOUT_KERNELS:
+        source = graph.source_of(Use(graph.name, gate or op.name, 0))
+        is_blocked = source is not None and _is_local(graph, BLOCKED_KINDS, source[:2])
+        return replace(work, kernel=f"{work.kernel}.blocked", split_kernels=(work.kernel,)) if is_blocked else work
+    reordered = _count_reordered_values(graph, op) if op.kind in CONVOLUTION_KINDS else 0.0
     return replace(work, float_work={**work.float_work, "reordered": reordered}) if reordered else work
 
 
+GATED_KINDS = {"sigmoid": "silu", "hard_sigmoid": "hard_swish"}  # kinds of x * gate(x), by that of the gate
+SILU_PARTS = ("sigmoid", "mul")
+"""Kernels of a float SiLU after an int8 op. ONNX Runtime does not join them, because each reads a tensor of its own."""
+LAYOUT_KERNELS = frozenset({"hard_gate", "resize.linear"})
+"""Kernels that take less time in the blocked layout of float convolutions, which apply hard gates themselves."""
 BLOCKED_KINDS = CONVOLUTION_KINDS | {"max_pool", "avg_pool", "global_avg_pool", "add", "concat", "sigmoid", "tanh"}
 """Kinds whose float kernels read and write the blocked layout of convolutions."""
-FUSED_ACTIVATION_KINDS = frozenset({"relu", "relu6", "clip", "leaky_relu"})  # a float convolution applies them
+# Kinds that a float convolution applies itself.
+FUSED_ACTIVATION_KINDS = frozenset({"relu", "relu6", "clip", "leaky_relu", "hard_swish", "hard_sigmoid"})
 
 
 def _count_reordered_values(graph: Graph, op: Op) -> float:
     """Return the values that a float convolution reads from ops with the usual layout, and writes for such ops."""
-
-    def is_local(kinds: Collection[str], tensor: OpKey) -> bool:
-        return tensor[0] == graph.name and graph.op(tensor[1]).kind in kinds
-
     source, result = graph.source_of(Use(graph.name, op.name, 0)), TensorRef(graph.name, op.name)
-    if source is not None and is_local(FUSED_ACTIVATION_KINDS, source[:2]):
+    if source is not None and _is_local(graph, FUSED_ACTIVATION_KINDS, source[:2]):
         source = graph.source_of(Use(graph.name, source.op, 0))
-    count = 0.0 if source is None or is_local(BLOCKED_KINDS, source[:2]) else count_values(graph, source)
+    count = 0.0 if source is None or _is_local(graph, BLOCKED_KINDS, source[:2]) else count_values(graph, source)
     uses = graph.consumers(result)
-    if len(uses) == 1 and is_local(FUSED_ACTIVATION_KINDS, uses[0][:2]):
+    if len(uses) == 1 and _is_local(graph, FUSED_ACTIVATION_KINDS, uses[0][:2]):
         uses = graph.consumers(TensorRef(graph.name, uses[0].op))
-    return count + (0.0 if all(is_local(BLOCKED_KINDS, use[:2]) for use in uses) else count_values(graph, result))
+    is_blocked = all(_is_local(graph, BLOCKED_KINDS, use[:2]) for use in uses)
+    return count + (0.0 if is_blocked else count_values(graph, result))
 
 
-def find_silu_gate(graph: Graph, op: Op) -> str:
-    """Return the sigmoid if `op` is the product of x * sigmoid(x), else "". ONNX Runtime runs both as one float op."""
+def _is_local(graph: Graph, kinds: Collection[str], tensor: OpKey) -> bool:
+    return tensor[0] == graph.name and graph.op(tensor[1]).kind in kinds
+
+
+def find_gate(graph: Graph, op: Op) -> str:
+    """Return the gate if `op` is the product of x * gate(x), else "". ONNX Runtime runs both as one float op."""
     slots = [tensor for tensor in graph.slots(op.name) if tensor is not None and tensor.graph == graph.name]
     if op.kind != "mul" or len(slots) != 2:  # noqa: PLR2004  # factors
         return ""
     for x, gate in (slots, reversed(slots)):
         reads_x = graph.source_of(Use(graph.name, gate.op, 0)) == x
-        if graph.op(gate.op).kind == "sigmoid" and reads_x and len(graph.consumers(gate)) == 1:
+        if graph.op(gate.op).kind in GATED_KINDS and reads_x and len(graph.consumers(gate)) == 1:
             return gate.op
     return ""
 
@@ -216,9 +232,10 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
     name = "conv.dense" if kernel > 1 else "conv.pointwise"
     if groups > 1:
         name = "conv.depthwise" if group_inputs == group_outputs == 1 else "conv.grouped"
-    elif group_inputs <= FEW_INPUT_CHANNELS:
+    elif group_inputs <= FEW_INPUT_CHANNELS and len(output) == IMAGE_RANK:
         name = "conv.first"
-    name += "" if len(output) == IMAGE_RANK else ".line"
+    is_volume = len(output) > IMAGE_RANK
+    name += ".volume" if is_volume else "" if len(output) == IMAGE_RANK else ".line"
     common = {"ops": 1.0, "inputs": float(prod(data)), "outputs": float(prod(output)), "weights": float(prod(weight))}
     if name.startswith("conv.depthwise"):
         return _describe_depthwise(name, common, channels, positions, kernel)
@@ -235,8 +252,8 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
     elif group_outputs < block and name != "conv.first":
         common["narrow"] = common["outputs"]
     int8_work = {**common, "macs": int8_macs}
-    if kernel > 1:  # each row of the kernel is copied in one piece
-        int8_work["copies"] = float(positions * groups * prod(weight[2:-1]))
+    if kernel > 1:  # each row of the kernel is copied in one piece; of a volume, each position
+        int8_work["copies"] = float(positions * groups * prod(weight[2:] if is_volume else weight[2:-1]))
     return KernelWork(kernel=name, float_work={**common, "macs": float_macs}, int8_work=int8_work)
 
 
@@ -292,6 +309,8 @@ def _describe_values(
         work["inputs"] = float(sum(not is_constant for is_constant in constant)) * values
     if op.kind == "softmax":
         work["rows"] = float(prod(output) / max(output[-1] if output else 1, 1))
+    if op.kind == "resize" and op.attrs.get("mode") == "linear":
+        kernel = "resize.linear"
     if op.kind in {"max_pool", "avg_pool"}:
         kernel_shape = op.attrs.get("kernel_shape")
         kernel_shape = kernel_shape if isinstance(kernel_shape, Sequence) else ()
@@ -320,13 +339,19 @@ def _describe_recurrent(op: Op, inputs: list[Sizes | None], _output: Sizes, _con
 
 
 VIEW_KINDS = frozenset({"reshape", "flatten", "squeeze", "unsqueeze", "identity", "dropout"})
-MOVE_KINDS = frozenset({"slice", "split", "gather", "expand", "tile", "depth_to_space"})
-VALUE_KINDS = frozenset(
-    {
-        *("add", "mul", "concat", "sigmoid", "softmax", "leaky_relu", "avg_pool", "global_avg_pool", "max_pool"),
-        *("resize", "transpose", "tanh", "relu", "clip", "sub", "div"),
-    }
-)
+MOVE_KINDS = frozenset({"slice", "split", "gather", "expand", "tile", "depth_to_space", "space_to_depth", "pad"})
+FLOAT_KERNELS = {
+    **dict.fromkeys(("layernorm", "rmsnorm", "instancenorm", "groupnorm", "batchnorm", "lrn"), "normalization"),
+    **dict.fromkeys(("reduce_mean", "reduce_sum", "reduce_max", "reduce_min"), "reduction"),
+    **dict.fromkeys(("abs", "neg", "max", "min", "where"), "elementwise"),
+    **dict.fromkeys(("hard_swish", "hard_sigmoid"), "hard_gate"),
+    **dict.fromkeys(("exp", "erf", "gelu", "pow", "sqrt"), "transcendental"),
+    **dict.fromkeys(("elu", "log", "prelu"), "elu"),
+    "softplus": "softplus",
+}
+"""Kernels of kinds that run in float between int8 ops. The time of their conversions is weighed against theirs."""
+_VALUE_KINDS = """add mul sub div concat sigmoid tanh softmax relu clip leaky_relu max_pool avg_pool global_avg_pool
+resize transpose"""
 
 _DESCRIPTIONS: dict[str, Describe] = {
     **dict.fromkeys(CONVOLUTION_KINDS, _describe_conv),
@@ -334,7 +359,8 @@ _DESCRIPTIONS: dict[str, Describe] = {
     **dict.fromkeys(RECURRENT_KINDS, _describe_recurrent),
     "conv_transpose": _describe_transposed_conv,
     "silu": partial(_describe_values, "silu"),
-    **{kind: partial(_describe_values, kind) for kind in VALUE_KINDS},
+    **{kind: partial(_describe_values, kind) for kind in _VALUE_KINDS.split()},
+    **{kind: partial(_describe_values, kernel) for kind, kernel in FLOAT_KERNELS.items()},
     **dict.fromkeys(VIEW_KINDS, partial(_describe_values, "view")),
     **dict.fromkeys(MOVE_KINDS, partial(_describe_values, "move")),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from graphquant.ir import MAC_KINDS, Graph, Model, OpKey, Parameters, TensorRef
+from graphquant.ir import MAC_KINDS, Graph, Model, OpKey, Parameters, TensorRef, reachable
 
 if TYPE_CHECKING:
     from graphquant.quantize import Plan
@@ -49,6 +49,31 @@ def find_blocks(model: Model, plan: Plan, site_indices: Collection[int]) -> tupl
                 ops = frozenset((name, op) for op in weighted)
                 blocks.append(Block(sites=sites, ops=ops, name=" to ".join(ends)))
     return tuple(blocks)
+
+
+def find_selecting_sites(model: Model, plan: Plan) -> frozenset[int]:
+    """Return the sites on which computed indices depend, such as those of the rows that a TopK selects.
+
+    Their smallest error may exchange two rows, and adds an error as large as the rows.
+    """
+
+    def sources(key: OpKey) -> list[OpKey]:
+        graph = model.graphs[key[0]]
+        slots = graph.slots(key[1]) if graph.op(key[1]).kind != "shape" else []
+        return [tensor[:2] for tensor in slots if tensor is not None]
+
+    indices = (
+        tensor[:2]
+        for graph, op in model.reachable_ops()
+        for slot, tensor in enumerate(graph.slots(op.name))
+        if tensor is not None and op.role(slot) == "indices"
+    )
+    ops = {*reachable(indices, sources)}
+    return frozenset(
+        index
+        for index, site in enumerate(plan.sites)
+        if (any(use[:2] in ops for use in site.uses) if site.parameter else site.tensor[:2] in ops)
+    )
 
 
 def _graph_of(plan: Plan, index: int) -> str:

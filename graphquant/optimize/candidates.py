@@ -520,7 +520,7 @@ class GroupTrials:
         as much work as a measurement on all samples. Raises a SearchLimitError if there is no work left.
         """
         switches = self._switches
-        if switches is None or switches.creates_sessions:
+        if switches is None or switches.size[2]:
             return None
         if plan is not self._plan:
             if self._budget is not None:
@@ -542,10 +542,7 @@ class GroupTrials:
 
     def _set_work(self, switches: GroupSwitches) -> float:
         """Predict the work of one measurement of a set of groups."""
-        if self._budget is None:
-            return 0.0
-        costs = self._budget.costs
-        return costs.switched(*switches.size) + (costs.plan(0) if switches.creates_sessions else 0.0)
+        return 0.0 if self._budget is None else self._budget.costs.switched(*switches.size)
 
     @property
     def _is_limited(self) -> bool:

@@ -7,7 +7,8 @@ The steps, in the order of their price:
 3. Cross-layer equalization and SmoothQuant, which may insert products.
 4. AdaRound and GPTQ, which round the weights in another way.
 5. Weights of 8 bits in place of fewer, as few as the target needs, those with the largest errors first.
-6. Float blocks, chosen by their error and their multiply-adds.
+6. Float ops whose values select rows of an output, such as those before a TopK.
+7. Float blocks, chosen by their error and their multiply-adds.
 
 Each step starts with the best plan of the previous one. Once the target is met, changes that it does not need are taken
 back, the most expensive first. Work is predicted before it starts, so that the result does not depend on the machine.
@@ -36,11 +37,13 @@ from graphquant.optimize.algorithms import (
     spread_samples,
 )
 from graphquant.optimize.bias_correction import BIAS_CORRECTION
-from graphquant.optimize.blocks import Block, find_blocks
+from graphquant.optimize.blocks import Block, find_blocks, find_selecting_sites
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     HIGH_PRECISION_CANDIDATES,
+    MIN_LIMITED_SAMPLES,
     RULE_CANDIDATE,
+    SENSITIVITY_SHARE,
     WIDER_WEIGHTS,
     Candidate,
     ScaleGroup,
@@ -295,10 +298,13 @@ class _Repair:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
         elif stop_reason:
             self._judge_on_holdout()
-        bar = self._request.target_sqnr
-        recipe = max(
-            self._judged, key=lambda entry: (self._rank(self._judged[entry], entry, bar), entry == self._current)
-        )
+
+        def rank(entry: Recipe) -> tuple[bool, float, bool]:
+            """Order of recipes: those that meet the target by their cost, then the others by their SQNR."""
+            is_met = self._judged[entry] >= self._request.target_sqnr
+            return is_met, -entry.cost if is_met else self._judged[entry], entry == self._current
+
+        recipe = max(self._judged, key=rank)
         changes: dict[str, Collection[object]] = {
             RANGES: [name for _, name in recipe.candidates if name != WIDER_WEIGHTS],
             WIDER_WEIGHTS: [name for _, name in recipe.candidates if name == WIDER_WEIGHTS],
@@ -348,7 +354,8 @@ class _Repair:
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
         self._try_ranges()
-        steps = [*algorithm_steps, self._widen_weights, self._float_hopeless_blocks, self._try_rounding]
+        steps = [*algorithm_steps, self._widen_weights, self._float_selection]
+        steps += [self._float_hopeless_blocks, self._try_rounding]
         for _ in range(MAX_ROUNDS):
             while steps and self._current_sqnr < self._aim:
                 steps.pop(0)()
@@ -360,11 +367,6 @@ class _Repair:
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
             self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
-
-    def _rank(self, sqnr: float, recipe: Recipe, bar: float) -> tuple[bool, float]:
-        """Order of recipes: those that reach `bar` dB by their cost, then the others by their SQNR."""
-        is_met = sqnr >= bar
-        return is_met, -recipe.cost if is_met else sqnr
 
     def _judge_on_holdout(self) -> float:
         """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
@@ -505,7 +507,7 @@ class _Repair:
             recipe = self._with_candidates(dict.fromkeys(indices, name))
             if self._measure(recipe, quick=True) > sqnr:
                 best, sqnr = recipe, self._measure(recipe, quick=True)
-        if candidate_plans and sqnr < self._aim:
+        if candidate_plans and sqnr < self._aim and self._is_affordable(0.0):
             best, sqnr = self._improve_worst_blocks(best, changed)
         if sqnr >= baseline + MIN_GAIN_DB:
             self._try(RANGES, best, [plan.sites[index].tensor for index, _ in best.candidates])
@@ -541,13 +543,14 @@ class _Repair:
 
         `changed` has the sites that each candidate changes. Return the best recipe and its SQNR in dB.
         """
-        errors = {key: error for key, error in self._block_errors().items() if error}
+        errors: dict[OpKey, float] = defaultdict(float)
         sites: dict[OpKey, set[int]] = defaultdict(set)
         for group in self._find_groups():
+            errors[min(group.ops)] += group.candidates[0].error
             if recipe.float_sites.isdisjoint(group.sites):
                 sites[min(group.ops)] |= set(group.sites)
-        keys = sorted(sites.keys() & errors.keys(), key=lambda key: (-errors[key], key))[:MAX_IMPROVED_BLOCKS]
-        total = sum(errors[key] for key in sites.keys() & errors.keys())
+        keys = sorted((key for key in sites if errors[key]), key=lambda key: (-errors[key], key))[:MAX_IMPROVED_BLOCKS]
+        total = sum(errors[key] for key in sites)
         sqnr = self._measure(recipe, quick=True)
         for key in (key for key in keys if errors[key] >= NOTABLE_ERROR_SHARE * total):
             start, sqnr_before = dict(recipe.candidates), sqnr
@@ -563,12 +566,19 @@ class _Repair:
                 break  # other ranges do not help where they would help most
         return recipe, sqnr
 
-    def _block_errors(self) -> dict[OpKey, float]:
-        """Return the error that each block adds with the default plan, with the tensors that it computes."""
-        errors = dict.fromkeys(_block_keys(self._blocks), 0.0)
-        for group in self._find_groups():
-            errors[min(group.ops)] = errors.get(min(group.ops), 0.0) + group.candidates[0].error
-        return errors
+    def _float_selection(self) -> None:
+        """Keep the ops in float whose values select rows, if nothing else than exchanged rows misses the aim."""
+        plan = self._plan(self._current)
+        sites = find_selecting_sites(self._workspace(self._current).state.model, plan)
+        if not sites:
+            return
+        costs, readers = self._op_costs(), {use[:2] for index in sites for use in plan.sites[index].uses}
+        ops = [op for op in costs if op in readers]
+        share = sum(costs[op] for op in ops) / (sum(costs.values()) or 1.0)
+        names = tuple(dict.fromkeys(op[1] for op in (*ops[:1], *ops[-1:])))
+        recipe = replace(self._current, float_sites=sites, float_blocks=(" to ".join(names),), cost=share)
+        if self._estimate(recipe) >= self._aim:
+            self._try_float(recipe)
 
     def _float_hopeless_blocks(self) -> None:
         """Keep the tensors in float whose error alone misses the aim. Behind them, no other change shows its gain."""
@@ -591,16 +601,17 @@ class _Repair:
             cost=sum(costs[key] for key in used) / (sum(costs.values()) or 1.0),
         )
 
-    def _block_costs(self) -> dict[OpKey, float]:
-        """Return the multiply-adds of each block."""
+    def _op_costs(self) -> dict[OpKey, float]:
+        """Return the multiply-adds of each op, in graph order."""
         if not self._costs:
             model = self._request.workspace.state.model
-            op_costs = mac_costs(model, measure_tensor_sizes(model, self._request.search_samples))
-            self._costs = {
-                key: sum(op_costs.get(op, 0.0) for op in block.ops)
-                for key, block in zip(_block_keys(self._blocks), self._blocks, strict=True)
-            }
+            self._costs = mac_costs(model, measure_tensor_sizes(model, self._request.search_samples))
         return self._costs
+
+    def _block_costs(self) -> dict[OpKey, float]:
+        """Return the multiply-adds of each block."""
+        costs, keys = self._op_costs(), _block_keys(self._blocks)
+        return {key: sum(costs.get(op, 0.0) for op in block.ops) for key, block in zip(keys, self._blocks, strict=True)}
 
     def _find_groups(self) -> list[ScaleGroup]:
         """Return the sites that share a scale, with the blocks that must be float before they can, and their errors.
@@ -618,9 +629,8 @@ class _Repair:
             for number, group in enumerate(groups):
                 members.setdefault(min(group.ops), []).append(number)
             by_block = [members[key] for key in sorted(members)]
-            measure, creates_sessions = self._measure_switched(DEFAULT_RECIPE, groups)
-            limit = BISECTION_MEASUREMENTS // 2 if creates_sessions else BISECTION_MEASUREMENTS
-            errors = share_errors(bisect_errors(measure, by_block, min(limit, 2 * len(groups))))
+            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups)
+            errors = share_errors(bisect_errors(measure, by_block, limit))
             self._groups = [
                 replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
                 for number, group in enumerate(groups)
@@ -629,34 +639,37 @@ class _Repair:
 
     def _measure_switched(
         self, recipe: Recipe, groups: Sequence[ScaleGroup]
-    ) -> tuple[Callable[[Collection[int]], float], bool]:
-        """Return a function that measures the error with only the given groups quantized.
+    ) -> tuple[Callable[[Collection[int]], float], int]:
+        """Return a function that measures the error with only the given groups quantized, and a limit of its calls.
 
-        Return also whether each call creates a session.
+        If there is too little work left for as many calls as usual, fewer samples are measured, and then fewer groups.
         """
         plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
         costs = self._request.budget.costs
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
-        samples = self._switched_samples()
-        self._charge(costs.plan(samples.count))
-        switches = switch_groups(model, plan, built, sites, samples)
-
-        def measure(on: Collection[int]) -> float:
-            self._charge(costs.switched(*switches.size) + (costs.plan(0) if switches.creates_sessions else 0.0))
-            return min(switches.error(on), MAX_BLOCK_ERROR)
-
-        return measure, switches.creates_sessions
-
-    def _switched_samples(self) -> Dataset:
-        """Return the samples on which groups are measured: few if a run takes long."""
         elements = estimate_footprint(self._request.prepared, batch_independent=False).elements_per_sample
-        is_large = elements is None or elements > MAX_SMALL_ELEMENTS
-        feeds = self._meter.feeds[:: 4 if is_large else 2]
+        # Few samples if a run takes long.
+        feeds = self._meter.feeds[:: 4 if elements is None or elements > MAX_SMALL_ELEMENTS else 2]
 
         def open_feeds(first: int, last: int) -> Iterator[dict[str, Array]]:
             yield from map(dict, feeds[first:last])
 
-        return replace(self._request.search_samples, count=len(feeds), open_feeds=open_feeds)
+        samples = replace(self._request.search_samples, count=len(feeds), open_feeds=open_feeds)
+        self._charge(costs.plan(samples.count))
+        switches = switch_groups(model, plan, built, sites, samples)
+        limit = min(BISECTION_MEASUREMENTS // (1 + switches.size[2]), 2 * len(groups))
+        work = SENSITIVITY_SHARE * self._request.budget.remaining
+        share = work / (limit * costs.switched(*switches.size))
+        if share < 1:
+            count = max(int(share * switches.size[0]), MIN_LIMITED_SAMPLES)
+            switches = switch_groups(model, plan, built, sites, samples, max_samples=count)
+            limit = max(min(limit, int(work / costs.switched(*switches.size))), 1)
+
+        def measure(on: Collection[int]) -> float:
+            self._charge(costs.switched(*switches.size))
+            return min(switches.error(on), MAX_BLOCK_ERROR)
+
+        return measure, limit
 
     def _try_algorithms(self, names: Sequence[str]) -> None:
         """Try algorithms that run after calibration in addition to those of the current recipe."""

@@ -86,12 +86,13 @@ class SearchCosts:
     def _plan_run(self) -> float:
         return PLAN_RUNS * self.run + PLAN_BYTE_SECONDS * self.constant_bytes
 
-    def switched(self, samples: int, feeds: int) -> float:
+    def switched(self, samples: int, feeds: int, creates_session: bool) -> float:
         """Return the work of measuring one set of groups by switches, in `feeds` batches of samples.
 
         Switches take as long as the model itself, and quantize all weights in each run.
         """
-        return SWITCHED_RUNS * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
+        work = SWITCHED_RUNS * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
+        return work + (self.plan(0) if creates_session else 0.0)
 
     def insert(self, samples: int, algorithms: int) -> float:
         """Return the work of an `insert` without a search."""

@@ -285,7 +285,9 @@ class GroupSwitches:
         self._fixed = {index: number for index, number in numbers.items() if index not in switchable}
         self.groups = frozenset(numbers.values())  # groups with a quantization whose float tensor is known
         self._feeds = feeds
-        self.size = samples, len(feeds)  # number of samples and of their batches
+        # Number of samples and of their batches, and True if each set of groups takes a session of its own, because no
+        # input reaches some quantizations.
+        self.size = samples, len(feeds), bool(self._fixed)
         self._reference: _SwitchSession | None = None
         self._session: tuple[frozenset[int], _SwitchSession, SwitchedModel] | None = None
         self._errors: dict[frozenset[int], float] = {frozenset(): 0.0}
@@ -294,11 +296,6 @@ class GroupSwitches:
     def runs(self) -> int:
         """Number of runs."""
         return (len(self._errors) - 1) * len(self._feeds)
-
-    @property
-    def creates_sessions(self) -> bool:
-        """True if each set of groups takes a session of its own, because no input reaches some quantizations."""
-        return bool(self._fixed)
 
     def is_measured(self, on: Collection[int]) -> bool:
         """Return True if the error of these groups is known."""

@@ -68,7 +68,11 @@ class WeightBitsChooser:
         errors, estimated = dict[str, dict[int, float]](), set[int]()
         for name, built in models.items():
             measured = _measure_weight_errors(prepared, built.model, pairs[name], sites, search_set, progress)
-            estimates = {i: _estimate_error(pairs[name][i]) for i in sites if i in pairs[name] and i not in measured}
+            # Errors are estimated from the bits, and rather too high, so that other weights lose bits first.
+            estimates = {
+                i: 1.0 if isinstance(params, DynamicQParams) else 4.0 ** (2 - _element_bits(params.type.container))
+                for i, params in ((i, pairs[name][i].params) for i in sites if i in pairs[name] and i not in measured)
+            }
             errors[name] = {**measured, **estimates}
             estimated |= estimates.keys()
         integer_ops_sites = _sites_of_integer_ops(prepared, plan, rules_pairs)
@@ -189,13 +193,6 @@ def _measure_weight_errors(
     local_sqnr = {(site.graph, site.op): site.local for site in match_sites(prepared, model).figures()}
     sqnr_by_site = {index: local_sqnr.get(quantizing_op(model, pairs[index].output)) for index in quantized}
     return {index: 10 ** (-sqnr / 10) for index, sqnr in sqnr_by_site.items() if sqnr is not None}
-
-
-def _estimate_error(pair: InsertedPair) -> float:
-    """Estimate the relative error of a weight from its bits, rather too high, so that others lose bits first."""
-    if isinstance(pair.params, DynamicQParams):
-        return 1.0
-    return 4.0 ** (2 - _element_bits(pair.params.type.container))
 
 
 def _sites_of_integer_ops(prepared: Model, plan: Plan, quantized: Collection[int]) -> set[int]:

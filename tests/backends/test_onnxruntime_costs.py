@@ -103,6 +103,41 @@ def test_reordered_values(tmp_path, after, reordered):
 
 
 @pytest.mark.parametrize(
+    ("shape", "kernel", "name", "copies"),
+    [
+        ([1, 3, 4, 6, 6], [3, 3, 3], "conv.dense.volume", 4 * 36 * 27),
+        ([1, 8, 4, 6, 6], [1, 1, 1], "conv.pointwise.volume", None),
+        ([1, 2, 36], [9], "conv.dense.line", 36),
+    ],
+)
+def test_other_ranks(tmp_path, shape, kernel, name, copies):
+    """Lines and volumes have kernels of their own. Int8 copies each position of a volume's kernel."""
+    pads, output = [size // 2 for size in kernel] * 2, [1, 16, *shape[2:]]
+    text = f"(float{shape} x) => (float{output} y) {{ y = Conv<pads={pads}>(x, w) }}"
+    work = work_of(tmp_path, text, "Conv", w=(16, shape[1], *kernel))
+    assert work is not None
+    assert (work.kernel, work.int8_work.get("copies")) == (name, copies)
+
+
+@pytest.mark.parametrize(
+    ("body", "kernel", "split"),
+    [
+        ("y = HardSwish(a)", "hard_gate.blocked", ("hard_gate",)),
+        ("g = HardSigmoid(a) y = Mul(a, g)", "hard_gate.blocked", ("hard_gate",)),
+        ("e = Elu(a) y = HardSwish(e)", "hard_gate", ()),
+        ('y = Resize<mode = "linear">(a, n, s)', "resize.linear.blocked", ("resize.linear",)),
+        ('y = Resize<mode = "nearest">(a, n, s)', "resize", ()),
+        ("g = Sigmoid(a) y = Mul(a, g)", "silu", ("sigmoid", "mul")),
+    ],
+)
+def test_ops_in_the_layout_of_convolutions(tmp_path, body, kernel, split):
+    """An op that shares the layout of a float convolution has other kernels after an integer one."""
+    text = f"(float[1, 8, 6, 6] x, float[4] s) => (float[1, 8, 6, 6] y) {{ a = Conv(x, w) {body} }}"
+    work = work_of_first(tmp_path, text.replace("(a, n, s)", '(a, "", s)'), "y", w=(8, 8, 1, 1))
+    assert (work.kernel, work.split_kernels) == (kernel, split)
+
+
+@pytest.mark.parametrize(
     ("rows", "kernel", "macs"), [(1, "product.row", 16 * 10), (5, "product", 5 * 16 * 10), ("N", "product.row", 160)]
 )
 def test_products(tmp_path, rows, kernel, macs):
@@ -182,6 +217,7 @@ def test_shipped_table():
     """The shipped table has float and int8 costs of all kernels of convolutions and products, none negative."""
     table = read_cost_table(SHIPPED_COSTS)
     kernels = ("conv.dense", "conv.pointwise", "conv.first", "conv.depthwise", "conv.grouped", "conv.dense.line")
+    kernels += ("conv.dense.volume", "conv.pointwise.volume", "conv.depthwise.volume")
     assert all(table.knows(kernel) for kernel in (*kernels, "product", "product.row", "product.activations"))
     assert all(cost > 0 for costs in table.costs.values() for cost in costs.values())
     assert {"quantize", "quantize.map", "dequantize", "dequantize.map"} <= table.costs.keys()

@@ -16,6 +16,7 @@ from graphquant.api.plan_search import CLOSE_DB
 from graphquant.errors import ModelError
 from graphquant.optimize import repair
 from graphquant.optimize.search_budget import MIN_LIMIT_SECONDS, SearchBudget, SearchCosts, SearchLimitError
+from graphquant.rules import shipped_rule_files
 from graphquant.visualize.json_export import InsertResult
 
 if TYPE_CHECKING:
@@ -194,6 +195,48 @@ def test_ranges_of_blocks_leave_work_for_float_blocks(outlier_net: Path, monkeyp
     assert len({name for candidates in trials for _, name in candidates}) == len(trials) - 1 < len(all_trials) - 1
     assert trace.met
     assert trace.float_blocks
+
+
+def test_ops_that_select_rows_stay_float(tmp_path: Path) -> None:
+    """Rows that a TopK exchanges differ as a whole: the ops before it stay float, and those after it have 8 bits."""
+    rng, width = np.random.default_rng(0), 32
+    weights = {name: rng.normal(0, 0.2, (width, size)) for name, size in (("a", width), ("b", 1), ("c", width))}
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["h"], name="first"),
+        helper.make_node("MatMul", ["h", "b"], ["s"], name="scores"),
+        helper.make_node("TopK", ["s", "k"], ["best", "chosen"], name="top", axis=0),
+        helper.make_node("Squeeze", ["chosen", "axis"], ["rows"], name="rows"),
+        helper.make_node("Gather", ["h", "rows"], ["picked"], name="pick"),
+        helper.make_node("MatMul", ["picked", "c"], ["y"], name="last"),
+    ]
+    values = {**{name: value.astype(np.float32) for name, value in weights.items()}}
+    values |= {"k": np.array([8]), "axis": np.array([1])}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", 1, [1024, width])],
+        [helper.make_tensor_value_info("y", 1, [8, width])],
+        [numpy_helper.from_array(value, name) for name, value in values.items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(0, 1, (20, 1024, width)).astype(np.float32))
+    rules = tmp_path / "rules.toml"
+    rules.write_text((shipped_rule_files()["onnxruntime"]).read_text("utf-8").replace('costs = "onnxruntime"', ""))
+    assert insert_net(tmp_path, rules=str(rules), min_sqnr="none").validation.worst_sqnr < 20
+    result = insert_net(tmp_path, rules=str(rules))
+    assert result.search.repair.met
+    assert {site.tensor.op for site in result.plan.sites if site.parameter} == {"c"}
+
+
+def test_little_work_limits_the_measurements(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without work for more sets of groups, one is measured, and the search goes on."""
+    limits: list[int] = []
+    bisect = repair.bisect_errors
+    monkeypatch.setattr(repair, "bisect_errors", lambda *args: (limits.append(args[2]), bisect(*args))[1])
+    insert_net(outlier_net, algorithms=NO_SCALING)
+    monkeypatch.setattr(repair, "SENSITIVITY_SHARE", 0.0)
+    assert insert_net(outlier_net, algorithms=NO_SCALING).search.repair.stop_reason is None
+    assert (limits[0], limits[-1]) == (16, 1)
 
 
 def test_a_measured_plan_is_not_estimated(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:

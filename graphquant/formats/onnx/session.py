@@ -248,7 +248,11 @@ class OnnxRunner:
             ModelError: onnxruntime rejects the model, or a run failed.
         """
         if other_tensors:
-            self._full_watch, watch_session = None, self._watch_by_flag({*tensors, *other_tensors})
+            self._full_watch, flagged = None, {*tensors, *other_tensors}
+            if self._flagged_watch is None or self._flagged_watch.probes.keys() != flagged:
+                self._flagged_watch = None  # free the previous session first
+                self._flagged_watch = self._create_watch(sorted(flagged), "values by flag")
+            watch_session = self._flagged_watch
         elif self._full_watch is not None and self._full_watch.probes.keys() >= set(tensors):
             watch_session = self._full_watch
         elif ancestors_only:
@@ -270,13 +274,6 @@ class OnnxRunner:
         """Size of the model with its weights."""
         sizes = (tensor_bytes(t) for t in self._emission.message.graph.initializer if t.name in self._external_weights)
         return int(self._emission.message.ByteSize()) + sum(sizes)
-
-    def _watch_by_flag(self, tensors: set[TensorRef]) -> _WatchSession:
-        """Return a session that returns any of `tensors` by flag."""
-        if self._flagged_watch is None or self._flagged_watch.probes.keys() != tensors:
-            self._flagged_watch = None  # free the previous session first
-            self._flagged_watch = self._create_watch(sorted(tensors), "values by flag")
-        return self._flagged_watch
 
     def _create_watch(
         self, tensors: Sequence[TensorRef], mode: WatchMode = "values", *, ancestors_only: bool = False

@@ -74,8 +74,11 @@ class _ModelLoader:
             _add_sink_outputs(main)
         for name, function in self._functions.items():
             self._add_function(name, function)
+        # A function with a gradient of its own, such as a SiLU, ends in an IdentityN that passes its arguments to it.
         for graph in self._model.graphs.values():
-            _mark_single_identities(graph)
+            for op in [op for op in graph.ops() if op.type == "IdentityN"]:
+                if set(graph.consumers_by_port(op.name)) <= {0}:
+                    graph.replace_op(replace(op, kind="identity"))
         if self._meta is not None:
             add_saved_functions(self._model, self._meta.object_graph_def, self._variables)
         return self._model
@@ -298,16 +301,6 @@ def _propagate_shapes(graph: Graph) -> None:
             shape = None if source is None else graph.op(source.op).outputs[source.port].shape
             if shape is not None:
                 graph.replace_op(replace(link, outputs=tuple(replace(output, shape=shape) for output in link.outputs)))
-
-
-def _mark_single_identities(graph: Graph) -> None:
-    """Give each IdentityN of which only output 0 is read the kind of an Identity.
-
-    A function with a gradient of its own, such as a SiLU, ends in one that passes its arguments to the gradient.
-    """
-    for op in [op for op in graph.ops() if op.type == "IdentityN"]:
-        if set(graph.consumers_by_port(op.name)) <= {0}:
-            graph.replace_op(replace(op, kind="identity"))
 
 
 def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:

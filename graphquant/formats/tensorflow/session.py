@@ -131,7 +131,10 @@ class TensorFlowSession:
         if problem := describe_unfrozen_variables(model):
             raise ModelError(problem)
         self.tf, self.message, v1 = tensorflow, emit(model, to_run=True), tensorflow.compat.v1
-        graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(self.message))))
+        definition = source.graph_def(self.message)
+        for message in (*definition.library.function, *proto.all_nodes(definition)):
+            message.attr.pop("_XlaMustCompile", None)  # XLA has no queues, and fuses observed tensors
+        graph_def = v1.GraphDef.FromString(proto.to_binary(definition))
         self.graph = tensorflow.Graph()
         with self.graph.as_default(), translate_tf_errors(tensorflow):
             tensorflow.import_graph_def(graph_def, name="")
@@ -435,13 +438,6 @@ def _asset_files(meta: Any) -> list[Any]:
         packed_assets = meta.collection_def[ASSETS_COLLECTION].any_list.value
         assets += [proto.parse_binary(packed.value, proto.AssetFileDef()) for packed in packed_assets]
     return assets
-
-
-def _without_xla(graph_def: Any) -> Any:
-    """Return `graph_def` without requests for XLA, which has no queues and fuses observed tensors."""
-    for message in (*graph_def.library.function, *proto.all_nodes(graph_def)):
-        message.attr.pop("_XlaMustCompile", None)
-    return graph_def
 
 
 @contextmanager

@@ -189,7 +189,11 @@ class _GraphRewriter:
                     self.producers[result] = self._new_op("DEQUANTIZE", output, result)
                     operators.append(self.producers[result])
             op.inputs, op.outputs = inputs, outputs
-            self._set_options(op)
+            # The defaults are for scales that are powers of two, and for int32 biases.
+            if hasattr(op.builtinOptions, "potScaleInt16"):
+                op.builtinOptions.potScaleInt16 = False
+            if hasattr(op.builtinOptions, "quantizedBiasType"):
+                op.builtinOptions.quantizedBiasType = self.bias_type
         self.graph.operators = [op for op in operators if id(op) not in removed]
 
     def _transposed_constant(self, op: Any) -> Any | None:
@@ -298,13 +302,6 @@ class _GraphRewriter:
                 inputs[slot] = self._add_integers(index, self.graph.tensors[output].quantization)
                 ops.append(self._new_op("QUANTIZE", index, inputs[slot]))
         return ops
-
-    def _set_options(self, op: Any) -> None:
-        """Set the options whose defaults are for scales that are powers of two, and for int32 biases."""
-        if hasattr(op.builtinOptions, "potScaleInt16"):
-            op.builtinOptions.potScaleInt16 = False
-        if hasattr(op.builtinOptions, "quantizedBiasType"):
-            op.builtinOptions.quantizedBiasType = self.bias_type
 
     def set_boundaries(self, *, integer_inputs: bool, integer_outputs: bool) -> None:
         """Replace float inputs that only a QUANTIZE reads, and outputs of a DEQUANTIZE, by the integers."""
