@@ -25,7 +25,7 @@ from graphquant.optimize.candidates import (
     replace_sites,
 )
 from graphquant.optimize.selection import allocate_weight_bits
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import FAMILIES, FOLDED_FORM
 from graphquant.utils.text import parse_size
 
 if TYPE_CHECKING:
@@ -138,8 +138,12 @@ class WeightBitsChooser:
 
 
 def model_constant_bytes(model: Model) -> int:
-    """Return the bytes of all constants of a model, including those of subgraphs and functions."""
+    """Return the bytes of all constants of a model's file, including those of subgraphs and functions."""
     total = 0
+    if model.format == "onnx":  # packed weights of 2 bits, and those without zero points, are smaller than their pairs
+        from graphquant.formats.onnx.fused_ops_writer import lower_fused_ops
+
+        model = lower_fused_ops(model)
     for _, op in model.reachable_ops():
         # Old ONNX lists initializers as inputs too.
         is_constant = op.kind == "constant" or (op.kind == "input" and op.read_value is not None)
@@ -210,4 +214,8 @@ def _weight_bytes(prepared: Model, plan: Plan, index: int, pair: InsertedPair | 
     if pair is None or isinstance(pair.params, DynamicQParams):
         return count * float_bits // 8
     bits, scale_count = _element_bits(pair.params.type.container), int(pair.params.scale.size)
-    return -(-count * bits // 8) - (-scale_count * bits // 8) + scale_count * float_bits // 8
+    zero_point_bits, scheme = bits, pair.site.scheme
+    if FAMILIES[scheme.family or ""].variant_of:  # its forms have whole blocks, and no zero points that are fixed
+        count = scale_count * (pair.params.block or count // scale_count)
+        zero_point_bits = 0 if scheme.grid.symmetric else float_bits if scheme.args.form == FOLDED_FORM else bits
+    return -(-count * bits // 8) - (-scale_count * zero_point_bits // 8) + scale_count * float_bits // 8

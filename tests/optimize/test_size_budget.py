@@ -122,9 +122,10 @@ def test_blocks_of_four_and_eight_bits(tmp_path: Path) -> None:
         message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     onnx.save(message, tmp_path / "m.onnx")
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((64, 64)).astype(np.float32))
-    for rules in ("weight_only_int4", "weight_only_int8"):
+    # In the file, zero points are float32, and blocks of 128 fill up the 64 rows of a weight.
+    for rules, budget in (("weight_only_int4", "28%"), ("weight_only_int8", "41%")):
         data = str(tmp_path / "data.npz")
-        result = gq.insert(tmp_path / "m.onnx", rules=rules, size_budget="24%", data=data)
+        result = gq.insert(tmp_path / "m.onnx", rules=rules, size_budget=budget, data=data)
         assert result.search.size <= result.search.max_size
         assert sorted(site.scheme.type.bits for site in result.plan.sites) == [4, 8]
 

@@ -22,8 +22,10 @@ from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
 from graphquant.formats.onnx.runtime import supports_fused_form
+from graphquant.formats.onnx.tensors import tensor_bytes
 from graphquant.ir import Parameters
 from graphquant.numerics import QParams
+from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.qdq import FusedForm, read_qparams
 from graphquant.qdq.family import FamilyArguments
 
@@ -121,6 +123,7 @@ def test_products(
     standard = gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq")
     message = onnx_format.emit(result.model)
     onnx.checker.check_model(message, full_check=True)
+    assert model_constant_bytes(result.model) == sum(map(tensor_bytes, message.graph.initializer))
     counts = op_counts(message)
     bits = 8 if "8" in dtype else 2 if "2" in dtype else 4
     level = 4 if bits == 8 and zero == "symmetric" else 0
