@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import os
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, EncodeError
@@ -23,18 +20,15 @@ from onnx import (
     ModelProto,
     NodeProto,
     TensorProto,
-    helper,
-    numpy_helper,
     parser,
     serialization,
-    shape_inference,
 )
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
 from graphquant.formats.onnx.fused_ops import lift_fused_ops
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
-from graphquant.formats.onnx.shape_inference import EVALUATION_ERRORS
+from graphquant.formats.onnx.shape_inference import evaluate_node
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
@@ -42,50 +36,8 @@ from graphquant.quantize import RECORD_KEY, restore_source
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-MAX_RESULT_ELEMENTS = 1 << 24
-"""Maximum number of elements that one op may create from smaller constants: a hostile Expand or Tile must not fill
-memory."""
 
 MAX_OPSET = (1 << 31) - 1  # maximum that onnx's functions accept
-_SMALL_ELEMENTS = 1 << 10
-
-
-def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | None:
-    """Return the outputs of `op`, a node of a source message, for the arrays in its input slots.
-
-    Return None if the reference implementation lacks the op, fails on these inputs, or creates too many elements.
-    """
-    if not isinstance(op.source, NodeProto):
-        return None
-    from onnx.reference import ReferenceEvaluator  # imported when needed, because that takes as long as all of onnx
-
-    node = NodeProto()
-    node.CopyFrom(op.source)
-    del node.input[:], node.output[:]
-    values = {f"i{k}": value for k, value in enumerate(inputs)}
-    node.input.extend(values)
-    node.output.extend(f"o{k}" for k in range(len(op.source.output)))
-    try:
-        infos = [
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-            for name, value in values.items()
-        ]
-        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
-        # Small inputs are initializers too, so that shape inference knows their values.
-        small = [
-            numpy_helper.from_array(value, name) for name, value in values.items() if value.size <= _SMALL_ELEMENTS
-        ]
-        graph = helper.make_graph([node], "one", infos, outputs, small)
-        model = helper.make_model(graph, opset_imports=list(opset_import))
-        inferred = shape_inference.infer_shapes(model, data_prop=True).graph.output
-        counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in inferred]
-        if max(counts, default=0) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
-            return None
-        return [np.asarray(result) for result in ReferenceEvaluator(model).run(None, values)]
-    except EVALUATION_ERRORS:
-        return None
-
-
 MAX_MESSAGE_BYTES = (1 << 31) - 1  # maximum size of a protocol buffer
 MAX_BRACKET_DEPTH = 1000  # maximum nesting depth of brackets in onnx's text form
 _BRACKETS = re.compile(rb"[{}()<>\[\]]")
@@ -231,7 +183,11 @@ def model_from_message(
     opset = next((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), 0)
     if not 0 <= opset <= MAX_OPSET:
         raise ModelError(f"The model has opset {opset}, which does not exist. Export or copy the model again.")
-    evaluate_op = partial(evaluate_node, message.opset_import)
+
+    def evaluate_op(op: Op, inputs: list[Array]) -> list[Array] | None:
+        is_node = isinstance(op.source, NodeProto)
+        return evaluate_node(message.opset_import, op.source, inputs) if is_node else None
+
     source = OnnxSource(message=message, graphs={}, folder=folder, evaluate_op=evaluate_op)
     model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()

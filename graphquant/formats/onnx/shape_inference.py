@@ -11,7 +11,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -41,6 +41,9 @@ from graphquant.formats.onnx.tensors import (
     type_and_shape,
 )
 from graphquant.ir import fully_known_shape, reachable
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
 
 HIDDEN_DOMAIN = "graphquant.hidden"
 
@@ -217,6 +220,10 @@ MAX_SHAPE_ELEMENTS = 1 << 10
 MAX_SCALE_ELEMENTS = 8
 """Maximum number of elements of a float constant that keeps its data, as it may hold the scales of Resize."""
 
+MAX_RESULT_ELEMENTS = 1 << 24
+"""Maximum number of elements that one op may create from smaller constants: a hostile Expand or Tile must not fill
+memory."""
+
 MAX_REVEAL_ROUNDS = 4  # Maximum number of times that hidden nodes are revealed. Each time all types are inferred again.
 MIN_PART_IR_VERSION = 4  # first IR version whose initializers need not be graph inputs, for parts of a model
 MAX_INLINED_NODES = 1 << 18  # maximum number of nodes after inlining the functions, as onnx and onnxruntime do
@@ -266,7 +273,20 @@ def resolve_computed_shapes(typed_message: Any) -> None:
                 (infos[name] if name in infos else graph.value_info.add(name=name)).type.CopyFrom(type_)
         sizes = _known_sizes(inferred.get(next(iter(node.output), "")))  # a declared size may be wrong
         if node.op_type in _SHAPE_ARITHMETIC and sizes is not None and math.prod(sizes) <= MAX_SHAPE_ELEMENTS:
-            values |= _evaluate(node, types, values, part)
+            values |= _evaluated_output(node, types, values, part.opset_import)
+
+
+def _evaluated_output(node: Any, types: Mapping[str, Any], values: Mapping[str, Any], imports: Any) -> dict[str, Any]:
+    """Return the output of a node by its name, or nothing if its inputs are unknown or onnx cannot compute it."""
+    names = [name for name in node.input if name]
+    with suppress(*EVALUATION_ERRORS):  # values may be damaged
+        if node.op_type == "Shape":  # it does not read values
+            inputs = [np.broadcast_to(0, sizes) for name in names if (sizes := _known_sizes(types[name])) is not None]
+        else:
+            inputs = [numpy_helper.to_array(values[name]) for name in names if name in values]
+        if outputs := evaluate_node(imports, node, inputs):
+            return {node.output[0]: numpy_helper.from_array(outputs[0])}
+    return {}
 
 
 def _infer_with_values(node: Any, types: dict[str, Any], values: dict[str, Any], part: Any) -> dict[str, Any]:
@@ -290,24 +310,43 @@ def _known_sizes(type_: Any) -> tuple[int, ...] | None:
     return None if type_ is None else fully_known_shape(type_and_shape(type_)[1])
 
 
-def _evaluate(node: Any, types: Mapping[str, Any], values: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """Return the output of a node by its name, or nothing if its inputs are unknown or onnx cannot compute it."""
-    names = list(dict.fromkeys(name for name in node.input if name))
-    sizes = _known_sizes(types[names[0]]) if node.op_type == "Shape" and names else None
-    model, inputs = ModelProto(), [ValueInfoProto(name=name) for name in names]
-    model.CopyFrom(part)
-    model.graph.MergeFrom(GraphProto(node=[node], input=inputs, output=[ValueInfoProto(name=node.output[0])]))
-    model.graph.node[0].domain = ""
-    with suppress(*EVALUATION_ERRORS):
-        arrays = {name: numpy_helper.to_array(values[name]) for name in names if name in values}
-        if sizes is not None:
-            arrays = {names[0]: np.broadcast_to(np.int64(0), sizes)}  # only its shape is read
-        if len(arrays) == len(names):
-            from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
+def evaluate_node(opset_import: Any, node: Any, inputs: Sequence[Array]) -> list[Array] | None:
+    """Return the outputs of a node for the arrays in its input slots that have a name.
 
-            result = ReferenceEvaluator(model).run(None, arrays)[0]
-            return {node.output[0]: numpy_helper.from_array(np.asarray(result))}
-    return {}
+    Return None if onnx's reference implementation does not know the op, fails on these inputs, or would create too many
+    elements.
+    """
+    from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
+
+    part = NodeProto()
+    part.CopyFrom(node)
+    if node.domain == HIDDEN_DOMAIN:
+        part.domain = ""
+    slots = [slot for slot, name in enumerate(node.input) if name]
+    if len(slots) != len(inputs):
+        return None
+    values = {f"i{slot}": value for slot, value in zip(slots, inputs, strict=True)}
+    for slot in slots:
+        part.input[slot] = f"i{slot}"
+    try:
+        infos = [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in values.items()
+        ]
+        # Small inputs are initializers too, so that shape inference knows their values.
+        small = [
+            numpy_helper.from_array(value, name) for name, value in values.items() if value.size <= MAX_SHAPE_ELEMENTS
+        ]
+        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
+        graph = helper.make_graph([part], "one", infos, outputs, small)
+        model = helper.make_model(graph, opset_imports=list(opset_import))
+        inferred = shape_inference.infer_shapes(model, data_prop=True).graph.output
+        counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in inferred]
+        if max(counts, default=0) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
+            return None
+        return [np.asarray(result) for result in ReferenceEvaluator(model).run(None, values)]
+    except EVALUATION_ERRORS:
+        return None
 
 
 def _infer_message_types(weightless: Any) -> Any:
