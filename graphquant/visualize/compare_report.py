@@ -187,23 +187,21 @@ def strip_proof_view(proof: Proof, original: str) -> RenderableType:
 
 
 NOTABLE_UNCERTAINTY = 6  # decibels between a measured SQNR and its lower bound from which the bound is shown
-LOWEST_USEFUL_BOUND = 10  # dB below which a lower bound only says that there are too few samples
+LOWEST_USEFUL_BOUND = 10  # dB; a lower bound below this, and far below the SQNR, only says that samples are too few
 
 
 def uncertainty_lines(comparison: Comparison) -> list[RenderableType]:
     """Render the lower bounds of the outputs whose SQNR may be much lower on other samples."""
-    uncertain = {
-        output.name: output.sqnr_lower_bound
-        for output in comparison.outputs
-        if output.sqnr is not None and output.sqnr_lower_bound is not None
+    bounds, unbounded, messages = list[str](), list[str](), list[str]()
+    for output in comparison.outputs if not comparison.random else ():
+        sqnr, bound = output.sqnr, output.sqnr_lower_bound
         # The samples are equal or too few if one of the two is infinite.
-        if output.sqnr_lower_bound < output.sqnr - NOTABLE_UNCERTAINTY
-    }
-    if comparison.random:
-        return []
-    bounds = [f"{name} at least {bound:.1f} dB" for name, bound in uncertain.items() if bound >= LOWEST_USEFUL_BOUND]
-    unbounded = [name for name, bound in uncertain.items() if bound < LOWEST_USEFUL_BOUND]
-    messages = []
+        if sqnr is None or bound is None or bound >= sqnr - NOTABLE_UNCERTAINTY:
+            continue
+        if bound < min(LOWEST_USEFUL_BOUND, sqnr - 2 * NOTABLE_UNCERTAINTY):
+            unbounded.append(output.name)
+        else:
+            bounds.append(f"{output.name} at least {bound:.1f} dB")
     if bounds:
         messages.append(f"on other samples, with 95% confidence: {join_names(bounds, WORST_SHOWN)}")
     if unbounded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from graphquant.analysis.comparison import (
     rows_to_show_share,
     student_quantile,
 )
-from graphquant.visualize.compare_report import LOWEST_USEFUL_BOUND
+from graphquant.visualize.compare_report import LOWEST_USEFUL_BOUND, uncertainty_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,3 +185,20 @@ def test_few_samples_are_reported(samples, tmp_path, cli) -> None:
     assert figures["agreement_lower_bound"] < 1
     shown = cli("compare", model, output, "--data", samples / "digits_cnn_eval.npz").stdout
     assert "too few samples" not in shown
+
+
+@pytest.mark.parametrize(
+    ("sqnr", "bound", "expected"),
+    [
+        (40.0, 36.0, ""),
+        (40.0, 12.0, "at least 12.0 dB"),
+        (40.0, -3.0, "too few samples"),
+        (11.0, 4.0, "at least 4.0 dB"),
+    ],
+)
+def test_lower_bounds_are_shown(sqnr: float, bound: float, expected: str) -> None:
+    """The samples are too few where the lower bound is low and the measured SQNR is not."""
+    output = SimpleNamespace(name="y", sqnr=sqnr, sqnr_lower_bound=bound)
+    lines = uncertainty_lines(SimpleNamespace(outputs=[output], random=False, samples=4))
+    assert len(lines) == bool(expected)
+    assert expected in "".join(str(line) for line in lines)
