@@ -23,16 +23,16 @@ from graphquant.analysis.comparison import (
     lost_share_upper_bound,
     student_quantile,
 )
+from graphquant.analysis.measured_outputs import compared_outputs, match_inputs, match_outputs
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
 from graphquant.calibration.calibrate import block_feeds, tee_items
 from graphquant.calibration.memory import RunFootprint, concurrent_run_count, observation_budget, return_freed_memory
-from graphquant.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.function import Metric
-    from graphquant.formats import Feeds, InputSpec, Runner
+    from graphquant.formats import Feeds, Runner
     from graphquant.ir import TensorRef
     from graphquant.numerics import Array
 
@@ -214,52 +214,6 @@ def model_inputs(runner: Runner, feed: Feeds) -> dict[str, Any]:
     return {spec.name: feed[spec.name] for spec in runner.inputs}
 
 
-def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
-    """Match each input of the other model with an input of the first by name, or else in order."""
-    name_by_alias = {name: spec.name for spec in reversed(first) for name in (*spec.aliases, spec.name)}
-    name_by_alias.update((spec.name, spec.name) for spec in first)
-    matches = {
-        spec.name: next(name_by_alias[name] for name in (spec.name, *spec.aliases) if name in name_by_alias)
-        for spec in second
-        if not name_by_alias.keys().isdisjoint((spec.name, *spec.aliases))
-    }
-    if len(matches) == len(second) and len(set(matches.values())) == len(first):
-        return matches
-    if len(first) != len(second):
-        raise UsageError(
-            f"The models take different inputs: {_quote_names([spec.name for spec in first])}, and"
-            f" {_quote_names([spec.name for spec in second])}. Compare models that take the same."
-        )
-    return {second_spec.name: first_spec.name for first_spec, second_spec in zip(first, second, strict=True)}
-
-
-def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping[str, str]) -> dict[str, str]:
-    """Match each output of the first model with one of the other: as given, by name, and the rest in order."""
-    for names, requested, ordinal in ((first, explicit.keys(), "first"), (second, explicit.values(), "second")):
-        for name in requested:
-            if name not in names:
-                raise UsageError(
-                    f"The {ordinal} model has no output {name!r}. Its outputs are {_quote_names(names)}."
-                    f"{did_you_mean(name, names)}"
-                )
-    if explicit:
-        return dict(explicit)
-    matches = {name: name for name in first if name in set(second)}
-    unmatched_first, unmatched_second = ([name for name in names if name not in matches] for names in (first, second))
-    if len(unmatched_first) != len(unmatched_second):
-        raise UsageError(
-            f"The models have different outputs: {_quote_names(unmatched_first) or 'none'} of the first and"
-            f" {_quote_names(unmatched_second) or 'none'} of the second have no match. Pair them with --match"
-            " NAME=OTHER."
-        )
-    matches.update(zip(unmatched_first, unmatched_second, strict=True))
-    return {name: matches[name] for name in first}
-
-
-def _quote_names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
-
-
 COMPARE_THREADS = 2  # threads: without sites one per model, and otherwise threads that measure
 MAX_PREFETCHED_RUNS = 2  # maximum number of prefetched runs of an observed model, memory permitting
 MAX_PREFETCHED_BYTES = 1 << 28  # memory for them, so that a comparison needs no more than calibration
@@ -300,15 +254,16 @@ def compare_runners(
     if sites is not None and sites.float_model is not float_runner.model:  # they refer to a prepared copy
         site_runner = formats.create_runner(sites.float_model)
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
-    output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
+    model_outputs = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
+    compared = compared_outputs(float_runner, quantized_runner, model_outputs)
     batched = _can_join_samples(quantized_runner, samples, inputs, sites, site_runner)
     vocabulary = vocabulary_size(float_runner)
     tallies = [
         OutputTally(name, quantized_name, batched=batched, vocabulary=vocabulary)
-        for name, quantized_name in output_names.items()
+        for name, quantized_name in compared.items()
     ]
     input_names = [spec.name for spec in float_runner.inputs]
-    scores = None if samples.metric is None else MetricTally(samples.metric, input_names, output_names)
+    scores = None if samples.metric is None else MetricTally(samples.metric, input_names, model_outputs)
     blocks = -(-batches.count // load.block_size)
     site_samples = batches.count if samples.max_site_samples is None else samples.max_site_samples
     all_feeds = block_feeds(batches, [(0, blocks)], load.block_size, join_samples=batched)

@@ -16,8 +16,6 @@ from graphquant.analysis.compare import (
     MetricTally,
     OutputTally,
     compare_runners,
-    match_inputs,
-    match_outputs,
     model_inputs,
     vocabulary_size,
 )
@@ -30,6 +28,13 @@ from graphquant.analysis.comparison import (
     ignore_overflow,
     rows_to_show_share,
 )
+from graphquant.analysis.measured_outputs import (
+    compared_outputs,
+    find_scores,
+    match_inputs,
+    match_outputs,
+    with_selections,
+)
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
@@ -38,13 +43,9 @@ from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
 from graphquant.ir import (
-    QUANTIZATION_KINDS,
-    RESHAPING_KINDS,
     Model,
     TensorRef,
-    Use,
     count_macs,
-    follow,
     qualified_op_name,
     unsized_tensors,
 )
@@ -57,11 +58,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 DEFAULT_MIN_SQNR = 20.0  # SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45
-CLASSIFIER_KINDS = frozenset({"softmax", "log_softmax"})
-"""Kinds that turn scores into probabilities. A few uncertain samples cause most of the error behind them, although the
-class stays, so that without a bound the error of the scores counts."""
-PROBABILITY_PATH_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output
-
 MAX_UNBOUNDED_SAMPLES = 32
 """Maximum number of validation samples without a bound: enough to detect a ruined model quickly."""
 
@@ -324,7 +320,7 @@ def validate_model(
     no format module runs, `outputs` its outputs by those of the source. Raises a DataError if a sample does not fit.
     """
     try:
-        runner = formats.shared_runner(source, "source")
+        runner = with_selections(formats.shared_runner(source, "source"))
         is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
         samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=is_small)
         report = stage_progress(progress, "validating")
@@ -333,7 +329,7 @@ def validate_model(
         # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
         share = formats.create_runner if is_small else partial(formats.shared_runner, role="quantized")
         comparison = compare_runners(
-            runner, quantized_runner or share(quantized), samples, sites, outputs or {}, report
+            runner, quantized_runner or with_selections(share(quantized), runner), samples, sites, outputs or {}, report
         )
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, samples.dataset, runner))
@@ -367,7 +363,9 @@ def validate_model(
         return validation
     from graphquant.formats.onnx import create_runner  # imported when needed, because onnxruntime is slow to import
 
-    unoptimized = compare_runners(runner, create_runner(quantized, optimizes=False), samples, None, {}, report)
+    unoptimized = compare_runners(
+        runner, with_selections(create_runner(quantized, optimizes=False), runner), samples, None, {}, report
+    )
     unoptimized_sqnr = {
         before.name: before.sqnr
         for before, after in zip(unoptimized.outputs, comparison.outputs, strict=True)
@@ -435,22 +433,6 @@ def _measure_scores(
     return {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
 
 
-def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
-    """Find the input of the softmax that makes `output`, through reshapes, copies and Q/DQ pairs."""
-
-    def source(tensor: TensorRef) -> TensorRef | None:
-        op = model.op(tensor)
-        if op.kind not in PROBABILITY_PATH_KINDS:
-            return None
-        return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
-
-    for tensor in () if output is None else follow(output, source):
-        op = model.op(tensor)
-        if op.kind in CLASSIFIER_KINDS:
-            return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
-    return None
-
-
 MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations
 
 
@@ -463,7 +445,7 @@ class FoldValidator:
     def __init__(self, source: Model, folds: Sequence[HoldOut], bounds: Bounds) -> None:
         """Validate against `source`. Raises a DataError if the labels are unusable, and a ModelError for the model."""
         self._source, self._folds, self._bounds = source, folds, bounds
-        self._runner = formats.format_module(source.format).create_runner(source)
+        self._runner = with_selections(formats.format_module(source.format).create_runner(source))
         first = folds[0]
         data, self._labels = open_labels(first, self._runner.inputs)
         self._parts = [sample_range(replace(data, count=fold.dataset.count), fold.start, None) for fold in folds]
@@ -499,7 +481,7 @@ class FoldValidator:
         tallies: list[OutputTally] = []
         scores: MetricTally | None = None
         for fold, model in enumerate(models):
-            runner = formats.format_module(model.format).create_runner(model)
+            runner = with_selections(formats.format_module(model.format).create_runner(model), self._runner)
             inputs = match_inputs(self._runner.inputs, runner.inputs)
             if self._joins_samples is None:
                 self._joins_samples = self._footprint.join_samples and is_batch_independent(
@@ -510,7 +492,8 @@ class FoldValidator:
                 batched = self._joins_samples
                 vocabulary = vocabulary_size(self._runner)
                 tallies = [
-                    OutputTally(name, other, batched=batched, vocabulary=vocabulary) for name, other in names.items()
+                    OutputTally(name, other, batched=batched, vocabulary=vocabulary)
+                    for name, other in compared_outputs(self._runner, runner, names).items()
                 ]
                 metric, input_names = self._folds[0].metric, [spec.name for spec in self._runner.inputs]
                 scores = None if metric is None else MetricTally(metric, input_names, names)

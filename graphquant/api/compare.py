@@ -18,7 +18,8 @@ from graphquant.analysis import (
     diff_plans,
     match_sites,
 )
-from graphquant.analysis.compare import ComparisonSamples, match_inputs, with_sensitivity
+from graphquant.analysis.compare import ComparisonSamples, with_sensitivity
+from graphquant.analysis.measured_outputs import match_inputs, with_selections
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
@@ -78,12 +79,13 @@ def compare(
     sites = match_sites(float_ir, quantized_ir) if settings.sites and not has_tflite_file else None
     signatures = settings.signature or tuple(split_by_signature(data))
     float_runner = _create_runner(float_ir, signatures)
+    float_runner = float_runner if settings.outputs else with_selections(float_runner)
     data = complete_model_data(float_ir, data) if float_ir.traits.rewritable else data
     batches = open_data(data, float_runner.inputs, samples=settings.samples, require_finite=False)
     findings = check_samples(batches, float_ir) if float_ir.traits.rewritable else ()
     metric = load_metric(settings.metric)
     batches, labels = open_labelled_data(batches, data, float_runner.inputs, settings.samples, metric)
-    quantized_runner = _create_runner(quantized_ir, signatures, float_runner)
+    quantized_runner = with_selections(_create_runner(quantized_ir, signatures, float_runner), float_runner)
     sensitivity = None
     if sites is not None and settings.sensitivity:
         sensitivity = _measure_sensitivity(quantized_ir, sites, float_runner, quantized_runner, batches, progress)

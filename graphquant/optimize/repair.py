@@ -23,9 +23,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.analysis.compare import match_inputs, match_outputs
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
-from graphquant.analysis.validation import find_scores, measure_tensor_sizes
+from graphquant.analysis.measured_outputs import (
+    compared_outputs,
+    find_scores,
+    match_inputs,
+    match_outputs,
+    with_selections,
+)
+from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
@@ -174,7 +180,7 @@ class OutputMeter:
     def __init__(self, source: Model, samples: Dataset, target_sqnr: float) -> None:
         """Run the float model on samples from all over the data."""
         self._source, self._target_sqnr = source, target_sqnr
-        self._runner = formats.format_module(source.format).create_runner(source)
+        self._runner = with_selections(formats.format_module(source.format).create_runner(source))
         feeds = list(spread_samples(samples, REPAIR_SAMPLES))
         self._expected = [self._runner.run(feeds[0])]
         size = sum(value.nbytes for value in self._expected[0].values())
@@ -184,9 +190,9 @@ class OutputMeter:
 
     def worst_sqnr(self, quantized: Model) -> float:
         """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
-        runner = formats.format_module(quantized.format).create_runner(quantized)
+        runner = with_selections(formats.format_module(quantized.format).create_runner(quantized), self._runner)
         inputs = match_inputs(self._runner.inputs, runner.inputs)
-        names = match_outputs(self._runner.outputs, runner.outputs, {})
+        names = compared_outputs(self._runner, runner, match_outputs(self._runner.outputs, runner.outputs, {}))
         feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
         sums = {name: ErrorSums() for name in names}
         with ignore_overflow():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from graphquant import formats
+from graphquant.analysis.measured_outputs import compared_outputs, with_selections
 from graphquant.ir import Model, Op, OpKey, Output, TensorRef, paused_gc
 from graphquant.qdq.family import add_constant
 from graphquant.quantize.preparation_undo import remove_unread_ops
@@ -423,7 +424,7 @@ class _SwitchSession:
     """Session of a model with the samples it runs on. With `reference_switches`, the model computes the reference."""
 
     def __init__(self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None) -> None:
-        self._runner = formats.format_module(model.format).create_runner(model)
+        self._runner = with_selections(formats.format_module(model.format).create_runner(model))
         self._feeds = feeds
         self._runs = 0
         self.references = [] if reference_switches is None else [self._run(feed, reference_switches) for feed in feeds]
@@ -441,10 +442,11 @@ class _SwitchSession:
         """Largest relative squared error of a float output over all samples; NaN if there is none."""
         power, error = defaultdict[str, float](float), defaultdict[str, float](float)
         self._runner.start_sequence()
+        compared = compared_outputs(self._runner, self._runner, {name: name for name in self._runner.outputs})
         for feed, expected in zip(self._feeds, reference.references, strict=True):
             actual = self._run(feed, switches)
-            for name, value in expected.items():
-                if value.dtype.kind == "f":
+            for name in compared:
+                if (value := expected.get(name)) is not None and value.dtype.kind == "f":
                     output_power, output_error = _power_and_error(value, actual.get(name))
                     power[name] += output_power
                     error[name] += output_error

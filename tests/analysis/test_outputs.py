@@ -5,7 +5,8 @@ import pytest
 from support.decoders import Decoder, build_decoder, feeds
 
 import graphquant as gq
-from graphquant.analysis.compare import OutputTally, match_inputs, match_outputs
+from graphquant.analysis.compare import OutputTally
+from graphquant.analysis.measured_outputs import match_inputs, match_outputs
 from graphquant.errors import UsageError
 from graphquant.formats import InputSpec
 
