@@ -23,7 +23,7 @@ from graphquant.analysis.comparison import (
     lost_share_upper_bound,
     student_quantile,
 )
-from graphquant.analysis.measured_outputs import compared_outputs, match_inputs, match_outputs
+from graphquant.analysis.measured_outputs import compared_outputs, has_classes, match_inputs, match_outputs
 from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent
 from graphquant.calibration.calibrate import block_feeds, tee_items
 from graphquant.calibration.memory import RunFootprint, concurrent_run_count, observation_budget, return_freed_memory
@@ -48,12 +48,21 @@ TOKEN_SCORE_AXES = 3  # number of axes of scores of the next token: samples, tok
 class OutputTally:
     """Running figures of one output."""
 
-    def __init__(self, name: str, quantized_name: str, *, batched: bool, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        quantized_name: str,
+        *,
+        batched: bool,
+        vocabulary: int | None = None,
+        has_classes: bool = True,
+    ) -> None:
         """Create an empty tally; with `batched`, the first axis counts samples.
 
-        `vocabulary` is the number of ids that an input of the model may have, None if it is unknown.
+        `vocabulary` is the number of ids that an input of the model may have, None if it is unknown. Without
+        `has_classes`, no largest value is compared.
         """
-        self.name, self.quantized_name = name, quantized_name
+        self.name, self.quantized_name, self._has_classes = name, quantized_name, has_classes
         self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
         self._batched, self._vocabulary = batched, vocabulary
         self._errors, self._confidence = ErrorSums(), SqnrConfidence()
@@ -96,7 +105,8 @@ class OutputTally:
             expected.shape[-1] == self._vocabulary
             or (labels is not None and labels.size * expected.shape[-1] == expected.size)
         )
-        if not (is_tokens or expected.ndim in self._axes) or expected.shape[-1] <= 1:
+        is_scores = self._has_classes and (is_tokens or expected.ndim in self._axes)
+        if not is_scores or expected.shape[-1] <= 1:
             return
         top_classes = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, actual)]
         self._rows += top_classes[0].size
@@ -255,13 +265,8 @@ def compare_runners(
         site_runner = formats.create_runner(sites.float_model)
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     model_outputs = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
-    compared = compared_outputs(float_runner, quantized_runner, model_outputs)
     batched = _can_join_samples(quantized_runner, samples, inputs, sites, site_runner)
-    vocabulary = vocabulary_size(float_runner)
-    tallies = [
-        OutputTally(name, quantized_name, batched=batched, vocabulary=vocabulary)
-        for name, quantized_name in compared.items()
-    ]
+    tallies = create_tallies(float_runner, quantized_runner, model_outputs, batched=batched)
     input_names = [spec.name for spec in float_runner.inputs]
     scores = None if samples.metric is None else MetricTally(samples.metric, input_names, model_outputs)
     blocks = -(-batches.count // load.block_size)
@@ -317,6 +322,17 @@ def compare_runners(
         labels=labels,
         metric=None if scores is None else scores.figures(),
     )
+
+
+def create_tallies(
+    float_runner: Runner, quantized_runner: Runner, outputs: Mapping[str, str], *, batched: bool
+) -> list[OutputTally]:
+    """Return an empty tally for each compared tensor. `outputs` has the quantized output by float output."""
+    vocabulary = vocabulary_size(float_runner)
+    return [
+        OutputTally(name, other, batched=batched, vocabulary=vocabulary, has_classes=has_classes(float_runner, name))
+        for name, other in compared_outputs(float_runner, quantized_runner, outputs).items()
+    ]
 
 
 def _can_join_samples(

@@ -7,14 +7,17 @@ non-maximum suppression of a detector, returns other rows, in another order or n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from graphquant.errors import UsageError, did_you_mean
+from graphquant.formats import format_module
 from graphquant.ir import (
+    CONTROL_EDGE,
     FLOAT_TYPES,
     MAC_KINDS,
     QUANTIZATION_KINDS,
     RESHAPING_KINDS,
+    Graph,
     Model,
     Op,
     TensorRef,
@@ -105,13 +108,25 @@ def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
+class Selection(NamedTuple):
+    """A use of a tensor from which an op selects rows; `is_ranking` if it selects the largest values."""
+
+    use: Use
+    is_ranking: bool
+
+
 class SelectionRunner:
     """A runner that also returns the tensors from which ops select the rows of outputs, by a name for reports."""
 
-    def __init__(self, runner: Runner, uses: Mapping[str, Use], replaced: frozenset[str]) -> None:
-        """Return the tensors read at `uses`, which are compared in place of the outputs `replaced`."""
-        self._runner, self.uses, self.replaced = runner, uses, replaced
-        self.tensors = {name: tensor for name, use in uses.items() if (tensor := runner.model.main.source_of(use))}
+    def __init__(self, runner: Runner, selections: Mapping[str, Selection], replaced: frozenset[str]) -> None:
+        """Return the tensors of `selections`, which are compared in place of the outputs `replaced`."""
+        self._runner, self.selections, self.replaced = runner, selections, replaced
+        graphs = runner.model.graphs
+        sources = {name: graphs[use.graph].source_of(use) for name, (use, _) in selections.items()}
+        self.tensors = {name: tensor for name, tensor in sources.items() if tensor is not None}
+        # A runner of TensorFlow observes only one set of tensors of functions at a time.
+        in_main = not any(tensor.graph for tensor in self.tensors.values())
+        self._observer = runner if in_main else format_module(runner.model.format).create_runner(runner.model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -123,7 +138,7 @@ class SelectionRunner:
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
         """Yield the outputs and tensors of each feed."""
         named = {**self._runner.output_tensors, **self.tensors}
-        for values in self._runner.observe(list(dict.fromkeys(named.values())), feeds):
+        for values in self._observer.observe(list(dict.fromkeys(named.values())), feeds):
             yield {name: values[tensor][-1] for name, tensor in named.items() if values[tensor]}
 
 
@@ -133,16 +148,15 @@ def with_selections(runner: Runner, reference: Runner | None = None) -> Runner:
     A quantized model has the float model as its reference, whose ops it has with their names.
     """
     if isinstance(reference, SelectionRunner):
-        uses, replaced = reference.uses, reference.replaced
+        selections, replaced = reference.selections, reference.replaced
     else:
-        uses, replaced = find_selections(runner) if reference is None else ({}, frozenset())
-    if not uses or any(use.op not in runner.model.main for use in uses.values()) or runner.start_sequence():
+        selections, replaced = find_selections(runner) if reference is None else ({}, frozenset())
+    has_ops = all(use.op in runner.model.graphs.get(use.graph, ()) for use, _ in selections.values())
+    if not selections or not has_ops or runner.start_sequence():
         return runner
-    selections = SelectionRunner(runner, uses, replaced)
-    is_complete = len(selections.tensors) == len(uses) and runner.output_tensors.keys() == set(runner.outputs)
-    return (
-        runner if not is_complete or runner.unobservable([*selections.tensors.values()]) else cast("Runner", selections)
-    )
+    wrapped = SelectionRunner(runner, selections, replaced)
+    is_complete = len(wrapped.tensors) == len(selections) and runner.output_tensors.keys() == set(runner.outputs)
+    return runner if not is_complete or runner.unobservable([*wrapped.tensors.values()]) else cast("Runner", wrapped)
 
 
 def compared_outputs(first: Runner, second: Runner, outputs: Mapping[str, str]) -> dict[str, str]:
@@ -153,48 +167,82 @@ def compared_outputs(first: Runner, second: Runner, outputs: Mapping[str, str]) 
     return kept | {name: name for name in first.tensors}
 
 
-def find_selections(runner: Runner) -> tuple[Mapping[str, Use], frozenset[str]]:
-    """Find the float tensors from which ops select rows of outputs, as one reader of each, and names of these outputs.
+def has_classes(runner: Runner, name: str) -> bool:
+    """Return False if a compared tensor holds no class scores, because an op selects boxes from it."""
+    selection = runner.selections.get(name) if isinstance(runner, SelectionRunner) else None
+    return selection is None or selection.is_ranking
 
-    An output is omitted if no op selects its rows by values that depend on an input, or if an op with multiply-adds
-    follows the selection, whose error would not be measured.
+
+def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[str]]:
+    """Find the float tensors from which ops select rows of outputs, and the names of these outputs.
+
+    Only selections by values that quantization may change count. Ops with multiply-adds that follow, as in the second
+    stage of a detector, are not measured then, so that an output is omitted if most of these ops follow, or if it has
+    the same number of rows for all samples.
     """
-    model, graph = runner.model, runner.model.main
-    selecting = [op.name for op in graph.ops() if _runs(model, op, _selects)]
-    if not selecting:
+    model = runner.model
+    if not any(_selects(op) for graph in model.graphs.values() for op in graph.ops()):
         return {}, frozenset()
 
-    def readers_of_values(name: str) -> Iterable[str]:
-        return () if graph.op(name).kind == "shape" else graph.successors(name)
+    def inner_tensor(tensor: TensorRef) -> TensorRef | None:
+        op = model.op(tensor)
+        if op.kind == "call" and len(op.calls) == 1:
+            body = model.graphs[op.calls[0].graph]
+            return body.source_of(Use(body.name, body.outputs[tensor.port], 0))
+        return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, 0)) if op.kind == "identity" else None
 
-    computed = {*reachable(graph.inputs, readers_of_values)}
-    selected = {*reachable([name for name in selecting if name in computed], graph.successors)}
-    unselected = computed - selected
-
-    def selected_sources(name: str) -> Iterable[str]:
-        return [source for source in graph.predecessors(name) if source in selected]
-
-    def unmoved_use(use: Use) -> Use | None:
-        tensor = graph.source_of(use)
-        op = None if tensor is None or tensor.graph else graph.op(tensor.op)
-        return None if op is None or op.kind not in RESHAPING_KINDS else Use("", op.name, op.main_slot)
-
-    uses, replaced = dict[TensorRef | None, tuple[str, Use]](), set[str]()
+    graphs = dict[str, _GraphSelections]()
+    found, replaced = dict[TensorRef, tuple[str, Selection]](), set[str]()
     for label, output in runner.output_tensors.items():
-        region = [] if output.graph or output.op not in selected else reachable([output.op], selected_sources)
-        if any(_runs(model, graph.op(name), _multiplies) for name in region):
-            continue
-        sources = [
-            follow_to_end(Use("", name, slot), unmoved_use)
-            for name in region
-            for slot, tensor in enumerate(graph.slots(name))
-            if tensor is not None and tensor.op in unselected and model.output(tensor).dtype in FLOAT_TYPES
-        ]
-        if sources:
-            reason = next(graph.op(name).type for name in region if name in selecting)
-            uses.update((graph.source_of(use), (f"{graph.source_of(use)} before {reason}", use)) for use in sources)
-            replaced.add(label)
-    return dict(uses.values()), frozenset(replaced)
+        tensor = follow_to_end(output, inner_tensor)
+        if tensor.graph not in graphs:
+            graphs[tensor.graph] = _GraphSelections(model, model.graphs[tensor.graph])
+        selections = graphs[tensor.graph].before(tensor)
+        found.update(selections)
+        replaced |= {label} if selections else set()
+    return dict(found.values()), frozenset(replaced)
+
+
+class _GraphSelections:
+    """Selections in a graph of a model."""
+
+    def __init__(self, model: Model, graph: Graph) -> None:
+        self._model, self._graph = model, graph
+        self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
+        self._multiplying = {op.name for op in graph.ops() if _runs(model, op, _multiplies)}
+
+        def readers_of_values(name: str) -> Iterable[str]:
+            return () if graph.op(name).kind == "shape" else graph.successors(name)
+
+        self._computed = {*reachable(self._multiplying - self._selecting, readers_of_values)}
+        self._selected = {*reachable(self._selecting & self._computed, graph.successors)}
+
+    def before(self, output: TensorRef) -> dict[TensorRef, tuple[str, Selection]]:
+        """Return the selections that make `output`, with a name for reports, by tensor."""
+        graph, region = self._graph, list[str]()
+        if output.op in self._selected:
+            region = reachable([output.op], lambda name: [p for p in graph.predecessors(name) if p in self._selected])
+        reasons = {graph.op(name).type: graph.op(name).kind for name in region if name in self._selecting}
+        following, is_ranking = len(self._multiplying.intersection(region)), {*reasons.values()} == {"top_k"}
+        if 2 * following > len(self._multiplying) or (following and is_ranking):
+            return {}
+        found = dict[TensorRef, tuple[str, Selection]]()
+        for name in region:
+            for source, edges in graph.predecessors(name).items():
+                for key, edge in edges.items() if source in self._computed and source not in self._selected else ():
+                    if key != CONTROL_EDGE and graph.op(source).outputs[edge["port"]].dtype in FLOAT_TYPES:
+                        use = Use(graph.name, name, key) if isinstance(key, int) else key[1]
+                        selection = Selection(follow_to_end(use, self._unmoved_use), is_ranking)
+                        tensor = self._model.graphs[selection.use.graph].source_of(selection.use)
+                        note = " (later ops not measured)" if following else ""
+                        found[tensor or output] = f"{tensor} before {next(iter(reasons))}{note}", selection
+        return found
+
+    def _unmoved_use(self, use: Use) -> Use | None:
+        """Return the use before the op that makes the tensor at `use`, if that only moves values."""
+        tensor = self._model.graphs[use.graph].source_of(use)
+        op = None if tensor is None or tensor.graph != self._graph.name else self._graph.op(tensor.op)
+        return None if op is None or op.kind not in RESHAPING_KINDS else Use(self._graph.name, op.name, op.main_slot)
 
 
 def _selects(op: Op) -> bool:

@@ -16,8 +16,8 @@ from graphquant.analysis.compare import (
     MetricTally,
     OutputTally,
     compare_runners,
+    create_tallies,
     model_inputs,
-    vocabulary_size,
 )
 from graphquant.analysis.comparison import (
     Comparison,
@@ -29,7 +29,6 @@ from graphquant.analysis.comparison import (
     rows_to_show_share,
 )
 from graphquant.analysis.measured_outputs import (
-    compared_outputs,
     find_scores,
     match_inputs,
     match_outputs,
@@ -489,12 +488,7 @@ class FoldValidator:
                 )
             if not tallies:
                 names = match_outputs(self._runner.outputs, runner.outputs, {})
-                batched = self._joins_samples
-                vocabulary = vocabulary_size(self._runner)
-                tallies = [
-                    OutputTally(name, other, batched=batched, vocabulary=vocabulary)
-                    for name, other in compared_outputs(self._runner, runner, names).items()
-                ]
+                tallies = create_tallies(self._runner, runner, names, batched=self._joins_samples)
                 metric, input_names = self._folds[0].metric, [spec.name for spec in self._runner.inputs]
                 scores = None if metric is None else MetricTally(metric, input_names, names)
             pairs, copies = tee(self._expected_outputs(fold))

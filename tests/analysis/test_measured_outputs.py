@@ -1,0 +1,161 @@
+"""Tensors that are compared in place of outputs whose rows an op selects."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import pytest
+
+import graphquant as gq
+from graphquant.analysis.measured_outputs import compared_outputs, with_selections
+from graphquant.formats import create_runner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER = """
+<ir_version: 8, opset_import: ["" : 17]>
+g (float[1,3,32,32] x) => (OUTPUTS) <
+  int64[3] sh = {1,6,-1}, int64[2] sp = {4,2}, int64[1] z = {0},
+  int64[1] most = {8}, float[1] iou = {0.5}, int64[1] two = {2}, int64[1] three = {3}, int64[1] one = {1},
+  int64[1] all = {-1}, float[1] low = {0.1}, int64[2] none = {0,3}, int64[1] k = {5}
+> {
+  c0 = Conv<strides=[2,2], pads=[1,1,1,1]>(x, w0)
+  r0 = Relu(c0)
+  c1 = Conv<strides=[2,2], pads=[1,1,1,1]>(r0, w1)
+  raw = Reshape(c1, sh)
+  columns, logits = Split<axis=1>(raw, sp)
+  boxes = Transpose<perm=[0,2,1]>(columns)
+  scores = Sigmoid(logits)
+"""
+ROWS = """
+  column = Slice(selected, two, three, one)
+  rows = Reshape(column, all)
+  flat = Squeeze(boxes, z)
+  picked = Gather(flat, rows)
+"""
+SUPPRESSION = "selected = NonMaxSuppression(boxes, scores, most, iou)"
+BRANCHES = """
+  best = ReduceMax<keepdims=0>(scores)
+  any = Greater(best, low)
+  selected = If(any) <
+    then_branch = t () => (int64[a,b] st) { st = NonMaxSuppression(boxes, scores, most, iou) },
+    else_branch = e () => (int64[a,b] se) { se = ConstantOfShape<value = int64[1] {0}>(none) }
+  >
+"""
+MASK = """
+  best = ReduceMax<axes=[1], keepdims=0>(scores)
+  best1 = Squeeze(best, z)
+  keep = Greater(best1, low)
+  kept = NonZero(keep)
+  rows = Reshape(kept, all)
+  flat = Squeeze(boxes, z)
+  picked = Gather(flat, rows)
+"""
+PICKED = "float[n,4] picked"
+OF_INPUT = """
+  corner = Slice(x, z, one, three)
+  row = Reshape(corner, all)
+  positive = Greater(row, low)
+  where = NonZero(positive)
+  rows = Reshape(where, all)
+  flat = Reshape(c1, all)
+  picked = Gather(flat, rows)
+"""
+
+
+def save_detector(folder: Path, body: str, outputs: str) -> Path:
+    """Save a detector with seeded weights, and samples of it."""
+    model = onnx.parser.parse_model(HEADER.replace("OUTPUTS", outputs) + body + "\n}")
+    rng = np.random.default_rng(3)
+    for name, shape in {"w0": (8, 3, 3, 3), "w1": (6, 8, 3, 3), "w2": (4, 8)}.items():
+        values = rng.normal(0, np.prod(shape[1:]) ** -0.5, shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    onnx.save(model, folder / "detector.onnx")
+    smooth = np.kron(rng.normal(size=(40, 3, 8, 8)), np.ones((1, 1, 4, 4))).astype(np.float32)
+    np.savez(folder / "images.npz", x=smooth + rng.normal(0, 0.05, smooth.shape).astype(np.float32))
+    return folder / "detector.onnx"
+
+
+@pytest.mark.parametrize(
+    ("body", "outputs", "compared"),
+    [
+        (SUPPRESSION + ROWS, PICKED, ["columns:0 before NonMaxSuppression", "scores:0 before NonMaxSuppression"]),
+        (BRANCHES + ROWS, PICKED, ["columns:0 before If", "scores:0 before If"]),
+        (MASK, PICKED, ["columns:0 before NonZero"]),
+        ("v, i = TopK(scores, k)", "float[1,2,5] v, float[1,4,64] columns", ["columns", "scores:0 before TopK"]),
+        (
+            SUPPRESSION
+            + ROWS.replace("picked =", "near =")
+            + "  wt = Transpose<perm=[1,0]>(w2)\n picked = Gemm(near, w2)",
+            "float[n,8] picked",
+            [
+                "columns:0 before NonMaxSuppression (later ops not measured)",
+                "scores:0 before NonMaxSuppression (later ops not measured)",
+            ],
+        ),
+        (OF_INPUT, "float[n] picked", ["picked"]),
+    ],
+    ids=["suppression", "branch", "mask", "top-k", "two-stages", "by-input"],
+)
+def test_compared_tensors(tmp_path: Path, body: str, outputs: str, compared: list[str]) -> None:
+    """The tensors before a selection are compared, unless quantization cannot change the selection."""
+    path = save_detector(tmp_path, body, outputs)
+    model = gq.load(path)
+    runner = with_selections(create_runner(model))
+    assert sorted(compared_outputs(runner, runner, {name: name for name in runner.outputs})) == compared
+    result = gq.insert(path, data=str(tmp_path / "images.npz"))
+    figures = result.validation.comparison.outputs
+    assert sorted(output.name for output in figures) == compared
+    assert all(output.sqnr > 20 for output in figures)
+
+
+def test_bound_of_detector(tmp_path: Path, cli) -> None:
+    """A bound applies to the tensors before the selection, and no class scores are read from boxes."""
+    path = save_detector(tmp_path, SUPPRESSION + ROWS, PICKED)
+    report = tmp_path / "report.json"
+    cli(
+        "insert",
+        path,
+        "--data",
+        tmp_path / "images.npz",
+        "--min-sqnr",
+        "30",
+        "-o",
+        tmp_path / "q.onnx",
+        "--report",
+        report,
+    )
+    outputs = json.loads(report.read_text())["validation"]["comparison"]["outputs"]
+    assert len(outputs) == 2
+    assert all(output["sqnr"] >= 30 and output["agreement"] is None for output in outputs)
+
+
+@pytest.mark.slow
+def test_detector_in_function(tmp_path: Path) -> None:
+    """A SavedModel selects boxes in a function, whose tensors are compared."""
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    weights = [tf.Variable(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((3, 3, 3, 8), (3, 3, 8, 5))]
+
+    @tf.function(input_signature=[tf.TensorSpec([1, 32, 32, 3], tf.float32, name="x")])
+    def detect(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        y = tf.nn.conv2d(tf.nn.relu(tf.nn.conv2d(x, weights[0], 2, "SAME")), weights[1], 2, "SAME")
+        y = tf.reshape(y, [-1, 5])
+        boxes, scores = y[:, :4], tf.sigmoid(y[:, 4])
+        rows = tf.image.non_max_suppression(boxes, scores, 10)
+        return tf.gather(boxes, rows), tf.gather(scores, rows)
+
+    module = tf.Module()
+    module.weights, module.detect = weights, detect
+    tf.saved_model.save(module, str(tmp_path / "detector"))
+    smooth = np.kron(rng.normal(size=(40, 8, 8, 3)), np.ones((1, 4, 4, 1))).astype(np.float32)
+    np.savez(tmp_path / "images.npz", x=smooth)
+    result = gq.insert(tmp_path / "detector", data=str(tmp_path / "images.npz"))
+    figures = result.validation.comparison.outputs
+    assert len(figures) == 2
+    assert all(output.name.endswith("before NonMaxSuppressionV3") and output.sqnr > 20 for output in figures)
