@@ -382,7 +382,7 @@ def _takes_one_scale(context: LintContext, op: Op, params: QParams) -> bool:
 def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, params: QParams) -> Iterator[Problem]:
     value = context.quantizations.parameters.value(side.source)
     axis = None if value is None else channel_axis(op, value.shape)
-    if value is None or axis is None or not value.size:
+    if value is None or axis is None or not value.size or value.dtype.kind in "OSU":
         return
     reduced_axes = tuple(dimension for dimension in range(value.ndim) if dimension != axis)
     steps = np.ptp(value.astype(np.float64), axis=reduced_axes)
@@ -399,7 +399,7 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
         return
     scale_tensor = next(iter(graph.slots(op.name)[1:2]), None)
     value = None if scale_tensor is None else context.quantizations.parameters.value(scale_tensor)
-    if value is None or not value.size:
+    if value is None or not value.size or value.dtype.kind in "OSU":
         return
     scales = value.astype(np.float64)
     bad = ~np.isfinite(scales) | (scales < SMALLEST_SCALE)

@@ -59,3 +59,22 @@ def test_reports_are_reproducible(tmp_path):
     onnx.save(oracle.build_case("silu")[0], tmp_path / "model.onnx")
     first, second = (check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime") for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["scale", "w"])
+def test_strings_in_place_of_numbers(tmp_path, name):
+    """A scale or weight of strings ends no check with an exception of numpy."""
+    message = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[1,2] x) => (float[1,2] y) <float scale = {0.1}, int8[2,2] w = {1,2,3,4}, uint8 zero = {0}> {
+          q = QuantizeLinear(x, scale, zero)
+          d = DequantizeLinear(q, scale, zero)
+          v = DequantizeLinear(w, scale)
+          y = MatMul(d, v)
+        }""")
+    tensor = next(tensor for tensor in message.graph.initializer if tensor.name == name)
+    words = onnx.helper.make_tensor(name, onnx.TensorProto.STRING, tensor.dims, ["word"] * (4 if tensor.dims else 1))
+    tensor.CopyFrom(words)
+    onnx.save(message, tmp_path / "model.onnx")
+    for backend in (None, *BACKENDS):
+        assert check_quantized_model(gq.load(tmp_path / "model.onnx"), backend).findings is not None
