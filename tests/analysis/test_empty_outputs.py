@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 TEXT = """
 <ir_version: 8, opset_import: ["" : 13]>
-net (float[N, 8] x) => (float[N, 4] y, float[M] found, int64[K, 2] places)
+net (float[N, 4] x) => (float[N, 4] y, float[M] found, int64[K, 2] places)
 {
   y = MatMul(x, w)
-  large = Greater(y, limit)
+  large = Greater(x, limit)
   where = NonZero(large)
   places = Transpose<perm=[1, 0]>(where)
   found = GatherND(y, places)
@@ -40,15 +40,15 @@ ONLY = TEXT.replace("float[N, 4] y, ", "")
 
 @pytest.fixture
 def selecting_net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
-    """Write a model that returns the values above a limit, with 20 samples; return both paths."""
+    """Write a model that returns the values whose inputs are above a limit, with 20 samples; return both paths."""
 
     def write(text: str, limit: float) -> tuple[Path, str]:
         rng = np.random.default_rng(0)
         model = onnx.parser.parse_model(text)
-        for name, values in (("w", rng.normal(size=(8, 4))), ("limit", np.array(limit))):
+        for name, values in (("w", rng.normal(size=(4, 4))), ("limit", np.array(limit))):
             model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
         onnx.save(model, tmp_path / "net.onnx")
-        np.savez(tmp_path / "data.npz", x=rng.normal(size=(20, 8)).astype(np.float32))
+        np.savez(tmp_path / "data.npz", x=rng.normal(size=(20, 4)).astype(np.float32))
         return tmp_path / "net.onnx", str(tmp_path / "data.npz")
 
     return write
