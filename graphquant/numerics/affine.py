@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from graphquant.errors import InternalError, UsageError
+from graphquant.errors import InternalError, ModelError, UsageError
 
 Array = npt.NDArray[Any]
 
@@ -413,7 +413,20 @@ def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, Q
 
 
 def dequantize(q: Array, params: QParams) -> Array:
-    """Dequantize integers or float8 values `q` to float32 of the same shape, as ONNX DequantizeLinear does."""
+    """Dequantize integers or float8 values `q` to float32 of the same shape, as ONNX DequantizeLinear does.
+
+    Raises a ModelError if the scales do not fit the shape, as in a damaged model.
+    """
+    if params.axis is not None and params.scale.ndim:
+        sizes = np.array(q.shape)
+        if -q.ndim <= params.axis < q.ndim:
+            sizes[params.axis] = -(-sizes[params.axis] // (params.block or 1))
+            shapes = {tuple(sizes), (sizes[params.axis],), (1,)}
+        else:
+            shapes = set()
+        if params.scale.shape not in shapes:
+            mismatch = f"axis {params.axis} do not fit a tensor of shape {list(q.shape)}"
+            raise ModelError(f"Scales of shape {list(params.scale.shape)} along {mismatch}. Export the model again.")
     blocked_shape, scale = _blocked_shape(q.shape, params), _broadcast_to_blocked_shape(params.scale, params, q.shape)
     if isinstance(params.type, FloatType):
         return np.asarray(np.asarray(q, np.float32).reshape(blocked_shape) * scale).reshape(q.shape)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from support.measurements import float_bits
 from support.qparams import choose_qparams
 
-from graphquant.errors import InternalError
+from graphquant.errors import InternalError, ModelError
 from graphquant.numerics import (
     LARGEST_VALUE,
     SMALLEST_SCALE,
@@ -105,6 +105,15 @@ def test_per_axis_like_onnxruntime(sessions, dtype: str, axis: int) -> None:
     np.testing.assert_array_equal(quantize(x, params), expected)
     dequantized = sessions("DequantizeLinear", dtype, axis).run(None, {"x": expected, **arguments})[0]
     np.testing.assert_array_equal(float_bits(dequantize(expected, params)), float_bits(dequantized))
+
+
+@pytest.mark.parametrize(("count", "axis", "block"), [(7, 0, None), (5, 3, None), (5, -4, None), (4, 0, 2)])
+def test_scales_of_another_shape(count: int, axis: int, block: int | None) -> None:
+    """Scales that do not fit the tensor, as in a damaged model, raise a ModelError."""
+    scale, kind = np.ones(count, np.float32), IntType.parse("int8")
+    params = qparams_from_scale(scale, np.zeros(count, np.int64), kind, axis=axis, block=block)
+    with pytest.raises(ModelError):
+        dequantize(np.zeros((5, 7, 11), np.int8), params)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
