@@ -590,7 +590,10 @@ def check_runtime_accepts(
 def _rejection_message(quantized: Model, error: RejectedModelError) -> str:
     """Return the message for a quantized model that ONNX Runtime cannot load, although it loads the float model."""
     graph_name, op_name = error.op_key
-    op = quantized.graphs[graph_name].op(op_name) if op_name else None
+    graph = quantized.graphs[graph_name]
+    while op_name and op_name not in graph:  # an op that the file has as part of another one: "x/dequant/cast"
+        op_name = op_name.rpartition("/")[0]
+    op = graph.op(op_name) if op_name else None
     place = "" if op is None else f" at {qualified_op_name(graph_name, op_name)} ({op.type})"
     excluded = op_name if op is None or not op.anchor else op.anchor.partition(":")[0]
     remedy = f"--exclude {shlex.quote(excluded)} keeps it in float" if excluded else error.fix

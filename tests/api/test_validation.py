@@ -15,7 +15,8 @@ from support.cli import invoke_cli
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
-from graphquant.analysis.validation import Bounds
+from graphquant.analysis.validation import Bounds, _rejection_message
+from graphquant.backends import RejectedModelError
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
 from graphquant.errors import EmptyResultError, UsageError
@@ -340,6 +341,13 @@ def test_rejected_results_are_not_written(labelled_net: Path, options: tuple[str
     assert "w/quant/dequant (DequantizeLinear)" in result.stderr
     assert "--exclude w " in result.stderr
     assert (labelled_net / "out.onnx").read_bytes() == b"earlier"
+
+
+@pytest.mark.parametrize("written", ["w/quant/dequant", "w/quant/dequant/cast"])
+def test_rejection_of_an_op_written_for_another(labelled_net: Path, written: str) -> None:
+    """The advice names the tensor of an op, also where the file has several ops for it."""
+    quantized = gq.insert(labelled_net / "net.onnx", rules="weight_only").model
+    assert "--exclude w " in _rejection_message(quantized, RejectedModelError("no kernel", "", ("", written)))
 
 
 def test_models_with_unknown_ops_are_not_judged(labelled_net: Path) -> None:
