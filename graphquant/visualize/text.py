@@ -80,8 +80,7 @@ def plan_view(plan: Plan) -> RenderableType:
         message = f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}"
         sections.append(plain_line(message))
     sections += _unused_rules_lines(plan, shipped=True) + _plan_warnings(plan)
-    uses = pluralize(sum(len(site.uses) for site in plan.sites), "use")
-    message = f"{pluralize(len(plan.sites), 'site')}, {uses} rerouted, {len(plan.skips)} skipped."
+    message = f"{_tensor_counts(plan.sites, 'to quantize')}; {len({skip.tensor for skip in plan.skips})} left in float."
     return Group(*sections, plain_line(message, style="bold"))
 
 
@@ -138,15 +137,19 @@ def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
 
 def extent_lines(result: Result) -> list[RenderableType]:
     """Return the number of quantized tensors, and the data that their ranges come from."""
-    constants = {pair.site.tensor for pair in result.inserted if pair.site.parameter}
-    activations = {pair.site.tensor for pair in result.inserted if not pair.site.parameter}
-    message = f"{pluralize(len(constants) + len(activations), 'tensor')} quantized"
-    if result.inserted:
-        message += f": {pluralize(len(activations), 'activation')}, {pluralize(len(constants), 'constant')}"
+    message = _tensor_counts([pair.site for pair in result.inserted], "quantized")
     samples = pluralize(result.calibration_samples, "sample")
     message += f"; ranges from {samples}" if result.calibration_samples else ""
     message += f" (statistics of {result.stats_path})" if result.stats_path else ""
     return [plain_line(f"{message}.", style="bold")]
+
+
+def _tensor_counts(sites: Sequence[Site], verb: str) -> str:
+    """Return the number of tensors of `sites`, and of activations and constants among them."""
+    constants, activations = ({site.tensor for site in sites if site.parameter is flag} for flag in (True, False))
+    message = f"{pluralize(len(constants) + len(activations), 'tensor')} {verb}"
+    counts = f": {pluralize(len(activations), 'activation')}, {pluralize(len(constants), 'constant')}"
+    return message + (counts if sites else "")
 
 
 def _size_lines(result: Result) -> list[RenderableType]:

@@ -330,8 +330,9 @@ def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], cnn_folder:
     text = cli("plan", "digits_cnn.onnx").stdout
     data = json.loads(cli("plan", "digits_cnn.onnx", "--format", "json").stdout)
     assert (data["schema"], data["format"], data["rules"]) == (2, "onnx", ["onnxruntime"])
-    uses = sum(len(site["uses"]) for site in data["sites"])
-    assert f"{len(data['sites'])} sites, {uses} uses rerouted, {len(data['skips'])} skipped." in text
+    tensors, skipped = ({tuple(entry["tensor"].values()) for entry in data[key]} for key in ("sites", "skips"))
+    assert f"{len(tensors)} tensors to quantize: " in text
+    assert f"; {len(skipped)} left in float." in text
     assert cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json").output == ""
     assert json.loads(Path("plan.json").read_text()) == data
     cli("plan", "digits_cnn.onnx", "-o", "plan.json", code=2)

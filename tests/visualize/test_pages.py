@@ -65,7 +65,7 @@ def test_plan_and_comparison_html(samples: Path, sample_result: gq.Result) -> No
     assert len(lines) == pages.CELL_LINES
     assert f"{sum(site.rule == 'weight' for site in sample_result.plan.sites)} by rule weight:" in "\n".join(lines)
     assert re.fullmatch(r"\.\.\. \d+ more lines \.\.\.", lines[-2])
-    assert lines[-1].startswith(f"{len(sample_result.plan.sites)} sites, ")
+    assert lines[-1].startswith(f"{len(sample_result.plan.sites)} tensors to quantize: ")
     comparison = gq.compare(
         samples / "digits_cnn.onnx", sample_result.model, str(samples / "digits_cnn_eval.npz"), samples=20
     )
