@@ -6,9 +6,11 @@ non-maximum suppression of a detector, returns other rows, in another order or n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from graphquant.analysis.comparison import ErrorSums, ignore_overflow
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.formats import format_module
 from graphquant.ir import (
@@ -106,6 +108,23 @@ def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping
 
 def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Array]:
+    """Return the scores from which a softmax makes `output`, of all runs; none if it does not, or they are hidden."""
+    tensor = find_scores(runner.model, runner.output_tensors.get(output))
+    if tensor is None or runner.unobservable([tensor]):
+        return []
+    return [value for values in runner.observe([tensor], feeds) for value in values[tensor]]
+
+
+def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
+    """Return the SQNR in dB of scores; minus infinity if there are none, or their shapes differ."""
+    total = ErrorSums()
+    with ignore_overflow():
+        for pair in zip(expected, actual, strict=False):
+            total.add(*pair)
+    return total.sqnr if total.count and not total.problem else -math.inf
 
 
 class Selection(NamedTuple):

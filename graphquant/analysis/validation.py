@@ -21,7 +21,6 @@ from graphquant.analysis.compare import (
 )
 from graphquant.analysis.comparison import (
     Comparison,
-    ErrorSums,
     MetricFigures,
     OutputFigures,
     SiteFigures,
@@ -29,9 +28,10 @@ from graphquant.analysis.comparison import (
     rows_to_show_share,
 )
 from graphquant.analysis.measured_outputs import (
-    find_scores,
     match_inputs,
     match_outputs,
+    read_scores,
+    scores_sqnr,
     with_selections,
 )
 from graphquant.analysis.model_summary import weighted_op_coverage
@@ -355,7 +355,7 @@ def validate_model(
     )
     if validation.misses_target and quantized_runner is None:
         low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
-        score_sqnr = _measure_scores((source, runner), quantized, low_outputs, samples.dataset)
+        score_sqnr = _measure_scores(runner, quantized, low_outputs, samples.dataset)
         validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:
@@ -394,42 +394,21 @@ def _comparison_samples(
 
 
 def _measure_scores(
-    source: tuple[Model, Runner], quantized: Model, outputs: Sequence[OutputFigures], batches: Dataset
+    runner: Runner, quantized: Model, outputs: Sequence[OutputFigures], batches: Dataset
 ) -> dict[str, float]:
     """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
-    tensors: list[dict[str, TensorRef]] = []
-    runners: list[Runner] = []
-    for side, model in enumerate((source[0], quantized)):
-        runner = formats.create_runner(model) if side else source[1]
-        runners.append(runner)
-        found = {
-            figures.name: find_scores(
-                model, runner.output_tensors.get(figures.quantized_name if side else figures.name)
-            )
-            for figures in outputs
-        }
-        scores = {name: tensor for name, tensor in found.items() if tensor is not None}
-        hidden = runner.unobservable(list(scores.values()))
-        tensors.append({name: tensor for name, tensor in scores.items() if tensor not in hidden})
-        if not tensors[-1]:
-            return {}
-    names = [name for name in tensors[0] if name in tensors[1]]
-    if not names:
-        return {}
-    inputs = match_inputs(*(runner.inputs for runner in runners))
-    feeds = [model_inputs(runners[0], feed) for feed in batches]
-    quantized_feeds = ({name: feed[other] for name, other in inputs.items()} for feed in feeds)
-    sums = {name: ErrorSums() for name in names}
-    observations = (
-        runner.observe([side_tensors[name] for name in names], side_feeds)
-        for runner, side_tensors, side_feeds in zip(runners, tensors, (iter(feeds), quantized_feeds), strict=True)
-    )
-    with ignore_overflow():
-        for expected, actual in zip(*observations, strict=True):
-            for name in names:
-                for pair in zip(expected[tensors[0][name]], actual[tensors[1][name]], strict=True):
-                    sums[name].add(*pair)
-    return {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+    quantized_runner = formats.create_runner(quantized)
+    inputs = match_inputs(runner.inputs, quantized_runner.inputs)
+    feeds = [model_inputs(runner, feed) for feed in batches]
+    quantized_feeds = [{name: feed[other] for name, other in inputs.items()} for feed in feeds]
+    sqnr = {
+        figures.name: scores_sqnr(
+            read_scores(runner, figures.name, feeds),
+            read_scores(quantized_runner, figures.quantized_name, quantized_feeds),
+        )
+        for figures in outputs
+    }
+    return {name: value for name, value in sqnr.items() if value > -math.inf}
 
 
 MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations

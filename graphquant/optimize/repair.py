@@ -26,9 +26,10 @@ from graphquant import formats
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
 from graphquant.analysis.measured_outputs import (
     compared_outputs,
-    find_scores,
     match_inputs,
     match_outputs,
+    read_scores,
+    scores_sqnr,
     with_selections,
 )
 from graphquant.analysis.validation import measure_tensor_sizes
@@ -204,27 +205,12 @@ class OutputMeter:
         measured = {name: total for name, total in sums.items() if total.count and not total.problem}
         sqnr = {name: total.sqnr for name, total in measured.items()}
         for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
-            tensor = find_scores(quantized, runner.output_tensors.get(names[name]))
-            if tensor is not None and not runner.unobservable([tensor]):
-                sqnr[name] = max(
-                    sqnr[name], self._score_sqnr(name, [seen[tensor] for seen in runner.observe([tensor], feeds)])
-                )
+            if name not in self._scores:
+                self._scores[name] = read_scores(self._runner, name, self.feeds)
+            if self._scores[name]:
+                actual = read_scores(runner, names[name], feeds)
+                sqnr[name] = max(sqnr[name], scores_sqnr(self._scores[name], actual))
         return min(sqnr.values(), default=math.inf)
-
-    def _score_sqnr(self, output: str, actual: Sequence[Sequence[Array]]) -> float:
-        """Return the SQNR in dB of the scores from which a softmax makes `output`; minus infinity if it is unknown."""
-        tensor = find_scores(self._source, self._runner.output_tensors.get(output))
-        if tensor is None or self._runner.unobservable([tensor]):
-            return -math.inf
-        if output not in self._scores:
-            self._scores[output] = [
-                value for seen in self._runner.observe([tensor], self.feeds) for value in seen[tensor]
-            ]
-        total = ErrorSums()
-        with ignore_overflow():
-            for pair in zip(self._scores[output], (value for values in actual for value in values), strict=False):
-                total.add(*pair)
-        return total.sqnr if total.count and not total.problem else -math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
