@@ -8,6 +8,8 @@ biases of its first weighted op.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -56,6 +58,7 @@ MAX_DISTINCT = 64  # number of different samples that are remembered, so that me
 
 LARGEST_FLOAT32_PIXEL = 1e30  # differences of larger values, and their sums, are no float32
 COLOUR_CHANNELS = 3
+MIN_GRAY_SIZE = 16  # height and width from which the values of one channel are compared with their neighbors
 IMAGE_AXES = 4
 
 LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are compared
@@ -63,6 +66,8 @@ LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are comp
 SWAPPED_LAYOUT_RATIO = 0.8
 """Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
 
+OUTLIER_BITS = 6  # a sample is an outlier if its largest value is this power of 2 times that of half of the samples
+MAX_OUTLIERS = 0.2  # share of samples that are outliers; more of them are another class of samples
 MIN_COMPARED_SAMPLES = 8  # number of samples from which their deviations are judged
 MIN_COMPARED_VALUES = 16  # number of values in a sample from which the deviations of samples are judged
 MAX_COMPARED_VALUES = 1 << 16  # number of values of a sample, spread over it, that are compared
@@ -146,6 +151,7 @@ class _InputStats:
     swapped_difference: float = 0.0
     distant_difference: float = 0.0
     compared: _SampleDeviations | None = None
+    exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
 
     def add(self, values: Array) -> None:
@@ -179,6 +185,7 @@ class _InputStats:
             self.low = min(self.low, float(numbers.min()))
             self.high = max(self.high, float(numbers.max()))
             self.total += float(numbers.sum(dtype=np.float64))
+            self.exponents[math.frexp(float(np.abs(numbers).max()))[1]] += 1
             self.finite_count += numbers.size
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
             self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
@@ -224,12 +231,14 @@ class _InputStats:
         layout = _image_layout(model_input, values.shape)
         if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
             return
-        width = values.shape[3] if layout == "NCHW" else values.shape[2]
+        width = values.shape[3] if values.shape[1] in {1, COLOUR_CHANNELS} else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
         for image in values.reshape(len(values), -1).astype(dtype):
             planar, interleaved, distant = (
                 _mean_difference(image, distance) for distance in (width, width * COLOUR_CHANNELS, image.size // 2)
             )
+            if layout == "gray":
+                interleaved = planar
             self.distant_difference += distant
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
@@ -408,10 +417,12 @@ def _find_mistakes(
 
 
 def _image_layout(model_input: InputSpec, shape: Sequence[int]) -> str | None:
-    """Return the layout of color images that the input takes, or None if its shape does not determine it."""
+    """Return the layout of the images that an input takes, "gray" for one channel, or None if it is not known."""
     input_shape = model_input.shape
-    if input_shape is None or len(input_shape) != IMAGE_AXES or len(shape) != IMAGE_AXES or min(shape[1:]) <= 1:
+    if input_shape is None or len(input_shape) != IMAGE_AXES or len(shape) != IMAGE_AXES:
         return None
+    if min(shape[1:]) <= 1:
+        return "gray" if 1 in {shape[1], shape[3]} and sorted(shape[1:])[1] >= MIN_GRAY_SIZE else None
     channels_first, channels_last = shape[1] == COLOUR_CHANNELS, shape[3] == COLOUR_CHANNELS
     if channels_first == channels_last or (COLOUR_CHANNELS not in {input_shape[1], input_shape[3]}):
         return None
@@ -462,6 +473,13 @@ def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
     elif stats.feeds > 1 and 2 * len(stats.digests) <= min(stats.feeds, MAX_DISTINCT) and values_per_sample > 1:
         findings["same-samples"] = (
             f"has only {len(stats.digests)} different values in {stats.feeds} samples. Use different samples."
+        )
+    exponents = sorted(stats.exponents.elements())
+    large = [exponent for exponent in exponents if exponent > exponents[len(exponents) // 2] + OUTLIER_BITS]
+    if large and MIN_COMPARED_SAMPLES <= len(exponents) >= len(large) / MAX_OUTLIERS:
+        findings["large-samples"] = (
+            f"has values above {2**OUTLIER_BITS} times those of most samples in {len(large)} of {len(exponents)}, which"
+            " determine the range. Check the scale of these samples, or remove them."
         )
     noise = None if stats.compared is None else stats.compared.relative_noise()
     if not findings and noise is not None and noise < SIMILAR_SAMPLES_RATIO:

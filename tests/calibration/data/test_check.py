@@ -77,6 +77,9 @@ def test_each_finding(check_arrays) -> None:
     decibels[0, 0, :2, 0] = -1, 0
     assert kinds(check_arrays(decibels, None, 4, 4, 1)) == []
     assert kinds(check_arrays(np.full((40, 1), 3.0), None, 1)) == []  # a rate or a switch
+    large = np.where(np.arange(40)[:, None] == 7, 1000 * NOISE, NOISE)
+    assert kinds(check_arrays(large, None, 5)) == ["large-samples"]
+    assert kinds(check_arrays(np.where(np.arange(40)[:, None] < 20, 1000 * NOISE, NOISE), None, 5)) == []
     taker = InputSpec(name="x", dtype="float32", shape=(None, 5))
     assert kinds(check_dataset(open_data("random:40", [taker]), [taker])) == ["random"]
 
@@ -112,6 +115,8 @@ def test_swapped_layouts(model_folder, check_arrays) -> None:
     noise = np.random.default_rng(0).standard_normal((40, 3, 20, 30)).astype(np.float32)
     assert kinds(check_arrays(noise, None, 3, 20, 30)) == ["noise"]
     assert kinds(check_arrays(noise, None, None, None, None)) == ["layout-open"]
+    assert kinds(check_arrays(noise[:, :1], None, 1, 20, 30)) == ["noise"]
+    assert kinds(check_arrays(photos[..., 1:2], None, height, width, 1)) == []
 
 
 def test_varying_sizes(tmp_path) -> None:
