@@ -53,14 +53,11 @@ def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
 
     def source(tensor: TensorRef) -> TensorRef | None:
         op = model.op(tensor)
-        if op.kind not in PROBABILITY_PATH_KINDS:
-            return None
         return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
 
     for tensor in () if output is None else follow(output, source):
-        op = model.op(tensor)
-        if op.kind in CLASSIFIER_KINDS:
-            return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
+        if (kind := model.op(tensor).kind) not in PROBABILITY_PATH_KINDS:
+            return source(tensor) if kind in CLASSIFIER_KINDS else None
     return None
 
 
@@ -228,7 +225,7 @@ class _GraphSelections:
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
         self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
-        self._multiplying = {op.name for op in graph.ops() if _runs(model, op, _multiplies)}
+        self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
             return () if graph.op(name).kind == "shape" else graph.successors(name)
@@ -266,10 +263,6 @@ class _GraphSelections:
 
 def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
-
-
-def _multiplies(op: Op) -> bool:
-    return op.kind in MAC_KINDS
 
 
 def _runs(model: Model, op: Op, condition: Callable[[Op], bool]) -> bool:
