@@ -33,7 +33,7 @@ from graphquant.ir.op_matching import (
     unclipped_source,
     unquantized_source,
 )
-from graphquant.ir.traversal import reachable
+from graphquant.ir.types import reachable
 from graphquant.numerics import Array, DynamicQParams, QParams
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape, join_limited

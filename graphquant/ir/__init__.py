@@ -39,7 +39,6 @@ from graphquant.ir.macs import (
     unsized_tensors,
 )
 from graphquant.ir.parameters import Parameters, find_states, require_finite_weight, weight_ends
-from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import (
     FLOAT_TYPES,
     NO_ATTRS,
@@ -53,6 +52,11 @@ from graphquant.ir.types import (
     StoredQuantization,
     TensorRef,
     Use,
+    connected_groups,
+    follow,
+    follow_to_end,
     fully_known_shape,
     qualified_op_name,
+    reachable,
+    unique_name,
 )

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from graphquant.ir.kinds import BOUNDARY_KINDS, STORED_KINDS
-from graphquant.ir.traversal import MAX_HOPS, follow_to_end
-from graphquant.ir.types import FLOAT_TYPES, Call, Op, OpKey, TensorRef, Use
+from graphquant.ir.types import FLOAT_TYPES, MAX_HOPS, Call, Op, OpKey, TensorRef, Use, follow_to_end
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Model

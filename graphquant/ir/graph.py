@@ -21,8 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, ModelError, UsageError
 from graphquant.ir.kinds import CONCATENATING_KINDS, RESHAPING_KINDS, TRANSPARENT_KINDS
-from graphquant.ir.traversal import reachable, unique_name
-from graphquant.ir.types import FORMAT_TRAITS, Call, FormatTraits, Op, Output, Shape, TensorRef, Use
+from graphquant.ir.types import (
+    FORMAT_TRAITS,
+    Call,
+    FormatTraits,
+    Op,
+    Output,
+    Shape,
+    TensorRef,
+    Use,
+    reachable,
+    unique_name,
+)
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import join_limited
 

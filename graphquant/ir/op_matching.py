@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from graphquant.ir.graph import Graph, Model
 from graphquant.ir.kinds import QUANTIZATION_KINDS, STORED_KINDS
-from graphquant.ir.traversal import follow_to_end
-from graphquant.ir.types import Op, OpKey, TensorRef, Use
+from graphquant.ir.types import Op, OpKey, TensorRef, Use, follow_to_end
 
 _STATE_PREFIX = re.compile("^State(ful|less)")
 INSERTED_HELPER_KINDS = frozenset({"cast", "reshape", "max", "min", "clip"})

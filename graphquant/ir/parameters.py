@@ -22,8 +22,7 @@ from graphquant.ir.kinds import (
     STORED_KINDS,
     TRANSPARENT_KINDS,
 )
-from graphquant.ir.traversal import follow_to_end, reachable
-from graphquant.ir.types import Op, Shape, TensorRef, Use
+from graphquant.ir.types import Op, Shape, TensorRef, Use, follow_to_end, reachable
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Model

@@ -1,14 +1,17 @@
-"""The values of the intermediate representation: references to tensors and their uses, and the description of an op."""
+"""The values of the intermediate representation: references to tensors and their uses, and the description of an op.
+
+Walks over graphs of any values are here too. Each is bounded: a damaged model may hold a ring where a valid one cannot.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +22,10 @@ Shape = tuple[int | None, ...]
 
 OpKey = tuple[str, str]
 """The name of a graph and the name of an op in it."""
+
+Node = TypeVar("Node", bound=Hashable)
+
+MAX_HOPS = 256  # default limit of nodes on one path
 
 FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -213,3 +220,50 @@ FORMAT_TRAITS: dict[str, FormatTraits] = {
     "tflite": FormatTraits(runtime="TFLite", rewritable=False, stacked_matmul=True, data_format="NCHW"),
 }
 """Traits by the keys of the format table."""
+
+
+def follow(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HOPS) -> Iterator[Node]:
+    """Yield `start` and the nodes that `step` leads to one by one, until it returns None or after `limit` steps."""
+    current: Node | None = start
+    for _ in range(limit + 1):
+        if current is None:
+            return
+        yield current
+        current = step(current)
+
+
+def follow_to_end(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HOPS) -> Node:
+    """Return the last node of `follow`."""
+    *_, last = follow(start, step, limit)
+    return last
+
+
+def reachable(starts: Iterable[Node], successors: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Return `starts` and all nodes that `successors` lead to, breadth first, each once."""
+    visited = dict.fromkeys(starts)
+    queue = list(visited)
+    for node in queue:
+        new = [successor for successor in dict.fromkeys(successors(node)) if successor not in visited]
+        visited.update(dict.fromkeys(new))
+        queue += new
+    return queue
+
+
+def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
+    """Group `nodes` that `edges` connect. Groups and their members are in the order of `nodes`."""
+    import networkx as nx  # imported when needed, so that rule files are read without it
+
+    graph: nx.Graph[Node] = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(edges)
+    order = {node: position for position, node in enumerate(graph)}
+    return [sorted(group, key=order.__getitem__) for group in nx.connected_components(graph)]
+
+
+def unique_name(name: str, *used: Container[str]) -> str:
+    """Return `name`, or `name` with the smallest suffix `_1`, `_2`, ... that is in none of `used`."""
+    candidate, suffix = name, 0
+    while any(candidate in names for names in used):
+        suffix += 1
+        candidate = f"{name}_{suffix}"
+    return candidate

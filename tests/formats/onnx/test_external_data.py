@@ -27,7 +27,6 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.backends import judge_ops
 from graphquant.cli import insert as insert_module
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats import model_files
 from graphquant.formats import onnx as format_
 from graphquant.formats import weights_files
 from graphquant.formats.onnx import external_data, file_writer, session, tensors
