@@ -1,6 +1,6 @@
 """Checks of calibration data: a summary of each input, and likely mistakes.
 
-`check_dataset` compares all values with the inputs. `check_model_data` reads the first samples, and judges the scale of
+`check_dataset` compares all values with the inputs. `SampleCheck` reads the first samples, and judges the scale of
 an input by what the model itself stores: the variance of its first batch normalization or, if that was folded, the
 biases of its first weighted op.
 """
@@ -44,8 +44,8 @@ MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values,
 MAX_PIXEL = 255
 MAX_VALUE = float(np.sqrt(np.finfo(np.float32).max))  # a BatchNorm or LayerNorm squares values
 
-CHECKED_SAMPLES = 32  # number of samples that `check_model_data` reads
-RUN_SAMPLES = 8  # number of samples on which `check_model_data` runs the model
+CHECKED_SAMPLES = 32  # number of samples that `SampleCheck` reads
+RUN_SAMPLES = 8  # number of samples on which `SampleCheck` runs the model
 
 MAX_BATCHNORM_RATIO = 10
 """Largest plausible ratio of a standard deviation and the one that a batch normalization has stored in training."""
@@ -312,11 +312,6 @@ def check_samples(dataset: Dataset, model: Model) -> tuple[DataFinding, ...]:
     """Return the likely mistakes in the samples for a float model. Raises a DataError if they cannot be right."""
     check = start_check(dataset, model)
     return () if check is None else check.finish()
-
-
-def check_model_data(dataset: Dataset, runner: Runner) -> tuple[DataFinding, ...]:
-    """Check the first samples, and the response of the float model to a few of them; return the warnings."""
-    return SampleCheck(dataset, runner).finish()
 
 
 def start_check(dataset: Dataset, model: Model) -> SampleCheck | None:

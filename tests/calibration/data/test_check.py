@@ -17,7 +17,7 @@ from graphquant.batch.reports.text import report_notices
 from graphquant.batch.types import BatchReport, Entry
 from graphquant.batch.work import quantize_entry
 from graphquant.calibration.data import Dataset, open_data
-from graphquant.calibration.data.check import check_dataset, check_model_data
+from graphquant.calibration.data.check import SampleCheck, check_dataset
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec, format_module
 
@@ -179,7 +179,7 @@ def model_findings(model, **arrays) -> list[str]:
     source = gq.load(model)
     runner = format_module(source.format).create_runner(source)
     dataset = open_data_of(runner.inputs, arrays)
-    return [finding.kind for finding in check_model_data(dataset, runner)]
+    return [finding.kind for finding in SampleCheck(dataset, runner).finish()]
 
 
 def open_data_of(inputs, arrays) -> Dataset:
@@ -374,7 +374,7 @@ def test_each_sample_is_read_once(samples) -> None:
             reads.append(index)
             yield feeds[index]
 
-    check_model_data(Dataset(count=len(feeds), digest="", open_feeds=open_feeds), runner)
+    SampleCheck(Dataset(count=len(feeds), digest="", open_feeds=open_feeds), runner).finish()
     assert reads == list(range(32))
 
 
@@ -394,7 +394,7 @@ def test_other_mistakes(tmp_path) -> None:
     assert "not-finite-output" in model_findings(model, image=images * np.float32(3e38) - np.float32(1e38))
     source = gq.load(model)
     runner = format_module("onnx").create_runner(source)
-    assert check_model_data(open_data("random:40", runner.inputs), runner) == ()
+    assert SampleCheck(open_data("random:40", runner.inputs), runner).finish() == ()
 
 
 def save_arrays(folder, **arrays) -> Path:
