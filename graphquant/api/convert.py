@@ -92,7 +92,8 @@ def convert_to_tflite(
         check_output(Path(path), result.source.path, force=force)
     if result.model.format != "tensorflow" or len(result.model.graphs) > 1:
         raise UsageError(
-            "Only a frozen TensorFlow graph can be converted. Quantize the result of graphquant.freeze(model)."
+            "Only a frozen TensorFlow graph without functions can be converted. Quantize the result of"
+            " graphquant.freeze(model), or freeze branches and loops of a GraphDef with lower_control_flow=True."
         )
     from graphquant.formats.tensorflow.tflite_converter import (
         MIN_DYNAMIC_WEIGHT_SIZE,

@@ -418,12 +418,10 @@ def dequantize(q: Array, params: QParams) -> Array:
     Raises a ModelError if the scales do not fit the shape, as in a damaged model.
     """
     if params.axis is not None and params.scale.ndim:
-        sizes = np.array(q.shape)
+        sizes, shapes = list(q.shape), set[tuple[int, ...]]()
         if -q.ndim <= params.axis < q.ndim:
             sizes[params.axis] = -(-sizes[params.axis] // (params.block or 1))
             shapes = {tuple(sizes), (sizes[params.axis],), (1,)}
-        else:
-            shapes = set()
         if params.scale.shape not in shapes:
             mismatch = f"axis {params.axis} do not fit a tensor of shape {list(q.shape)}"
             raise ModelError(f"Scales of shape {list(params.scale.shape)} along {mismatch}. Export the model again.")
