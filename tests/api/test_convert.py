@@ -670,6 +670,15 @@ def test_weights_alone_give_dynamic_range(samples: Path, tmp_path: Path) -> None
     images = np.load(samples / "digits_cnn_eval.npz")["image"][:50]
     after = np.concatenate([runner(image=image[None])["probabilities"] for image in images])
     assert sqnr_db(float_answers(model, images), after) > 30
+    name, content = (
+        next(iter(runner.get_output_details().values()))["name"].encode(),
+        (tmp_path / "x.tflite").read_bytes(),
+    )
+    parts = content.split(name)
+    for k in range(1, len(parts)):  # the tensor, and the key of the signature if it is the same
+        (tmp_path / "x.tflite").write_bytes(name.join(parts[:k]) + b"\xff" + name[1:] + name.join(parts[k:]))
+        with pytest.raises(ModelError):
+            gq.compare(model, tmp_path / "x.tflite", {"image": images})
 
 
 def test_tensor_arrays_of_tensorflow_1_get_advice(tmp_path: Path) -> None:

@@ -465,12 +465,12 @@ class TFLiteRunner:
 
     def _details(self, signature: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the interpreter's report of the inputs and outputs of a signature by key, or of the main graph."""
-        if signature:
-            runner = self._interpreter.get_signature_runner(signature)
-            return runner.get_input_details(), runner.get_output_details()
-        details = self._interpreter.get_input_details(), self._interpreter.get_output_details()
-        inputs, outputs = ({tensor["name"]: tensor for tensor in tensors} for tensors in details)
-        return inputs, outputs
+        with self._translate_errors():  # names may be damaged
+            if signature:
+                runner = self._interpreter.get_signature_runner(signature)
+                return runner.get_input_details(), runner.get_output_details()
+            details = self._interpreter.get_input_details(), self._interpreter.get_output_details()
+            return {tensor["name"]: tensor for tensor in details[0]}, {tensor["name"]: tensor for tensor in details[1]}
 
     def start_sequence(self) -> bool:
         """Let the next run start with the initial state. Return True if the file has variables."""
