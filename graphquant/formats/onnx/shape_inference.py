@@ -316,15 +316,15 @@ def evaluate_node(opset_import: Any, node: Any, inputs: Sequence[Array]) -> list
     Return None if onnx's reference implementation does not know the op, fails on these inputs, or would create too many
     elements.
     """
+    slots = [slot for slot, name in enumerate(node.input) if name]
+    if len(slots) != len(inputs):
+        return None
     from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
 
     part = NodeProto()
     part.CopyFrom(node)
     if node.domain == HIDDEN_DOMAIN:
         part.domain = ""
-    slots = [slot for slot, name in enumerate(node.input) if name]
-    if len(slots) != len(inputs):
-        return None
     values = {f"i{slot}": value for slot, value in zip(slots, inputs, strict=True)}
     for slot in slots:
         part.input[slot] = f"i{slot}"
