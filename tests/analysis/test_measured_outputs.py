@@ -31,12 +31,12 @@ g (float[1,3,32,32] x) => (OUTPUTS) <
   boxes = Transpose<perm=[0,2,1]>(columns)
   scores = Sigmoid(logits)
 """
-ROWS = """
-  column = Slice(selected, two, three, one)
-  rows = Reshape(column, all)
+PICK = """
+  rows = Reshape(indices, all)
   flat = Squeeze(boxes, z)
   picked = Gather(flat, rows)
 """
+ROWS = "\n  indices = Slice(selected, two, three, one)" + PICK
 SUPPRESSION = "selected = NonMaxSuppression(boxes, scores, most, iou)"
 BRANCHES = """
   best = ReduceMax<keepdims=0>(scores)
@@ -46,15 +46,15 @@ BRANCHES = """
     else_branch = e () => (int64[a,b] se) { se = ConstantOfShape<value = int64[1] {0}>(none) }
   >
 """
-MASK = """
+MASK = (
+    """
   best = ReduceMax<axes=[1], keepdims=0>(scores)
   best1 = Squeeze(best, z)
   keep = Greater(best1, low)
-  kept = NonZero(keep)
-  rows = Reshape(kept, all)
-  flat = Squeeze(boxes, z)
-  picked = Gather(flat, rows)
+  indices = NonZero(keep)
 """
+    + PICK
+)
 PICKED = "float[n,4] picked"
 OF_INPUT = """
   corner = Slice(x, z, one, three)
