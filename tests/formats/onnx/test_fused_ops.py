@@ -341,7 +341,10 @@ def test_int8_products_with_zero_points(tmp_path: Path, monkeypatch: pytest.Monk
     message = parse("y = MatMul(x, w)", "float[n, 64] x", "float[n, 8] y", {"w": np.eye(64, 8, dtype=np.float32)})
     onnx.save(message, tmp_path / "float.onnx")
     rules = write_rules(tmp_path / "r.toml", "uint4", 'form = "packed", accuracy_level = 4', zero="asymmetric")
-    supports = lambda form: is_right or not (form.args.accuracy_level and form.has_zero_points)  # noqa: E731
+
+    def supports(form):
+        return is_right or not (form.args.accuracy_level and form.has_zero_points)
+
     monkeypatch.setattr("graphquant.formats.onnx.runtime.supports_fused_form", supports)
     plan = gq.plan(tmp_path / "float.onnx", rules=rules)
     assert plan.sites[0].scheme.args == FamilyArguments(form="packed", accuracy_level=4 if is_right else 0)
