@@ -41,6 +41,10 @@ PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
 DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
 
+DYNAMIC_QUANTIZE, SHARED_DYNAMIC_PRODUCT = "DynamicQuantizeLinear", "MatMulIntegerToFloat"
+SHARED_DYNAMIC_SLOTS = 7
+"""Inputs of the second one: values, weight, their scales, their zero points, and the bias."""
+
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
 MOE_FIRST_WEIGHT = 2
@@ -77,6 +81,17 @@ class _Lift:
         if op is None or op.kind != "constant" or op.read_value is None:
             return None
         return op if op.outputs[0].dtype in dtypes else None
+
+    def tensor(self, constant: Op) -> TensorRef:
+        """Return the tensor of a constant that the op reads."""
+        return next(slot for slot in self.slots if slot is not None and self.model.op(slot) is constant)
+
+    def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
+        """Return the given constants with their own types and shapes."""
+        found = (constant for constant in constants if constant is not None)
+        return [
+            (each, each.outputs[0].dtype or "", fully_known_shape(each.outputs[0].shape) or (), None) for each in found
+        ]
 
     def weight_constants(self, *slots: int, dtypes: Collection[str]) -> tuple[Op | None, ...]:
         """Return a constant of `dtypes`, its scale and its zero point, which the op reads at `slots`."""
@@ -204,11 +219,13 @@ def lift_fused_ops(model: Model) -> dict[tuple[str, str], LiftedOp]:
 def _constant_sources(
     model: Model, slots: Sequence[TensorRef | None]
 ) -> dict[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]]:
-    """Return the constants that an op reads, and the ops of `FOLDED_TYPES` that compute with them, inputs first."""
+    """Return the constants that an op reads, and the ops that round or compute what it reads, inputs first."""
     sources: dict[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]] = {}
     for tensor in (slot for slot in slots if slot is not None):
         op, inputs = model.op(tensor), tuple(model.graphs[tensor.graph].slots(tensor.op))
-        if op.kind == "constant" or (op.rule and op.type in FOLDED_TYPES):
+        if op.type == DYNAMIC_QUANTIZE:
+            sources[tensor] = op, inputs
+        elif op.kind == "constant" or (op.rule and op.type in FOLDED_TYPES):
             sources |= _constant_sources(model, inputs) | {tensor: (op, inputs)}
     return sources
 
@@ -217,7 +234,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     """Replace a MatMulNBits by DequantizeLinear, MatMul and, with a bias, Add; return their names if possible."""
     op = lift.op
     weight, scale, zero_point = lift.weight_constants(WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"uint8"})
-    is_optional = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
+    is_given = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
     layout = MatrixLayout(
         rows=int(op.numeric_attr("N", 0)),
@@ -229,8 +246,8 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     if (
         weight is None
         or scale is None
-        or is_optional[GROUP_INDEX_SLOT]
-        or is_optional[ZERO_POINT_SLOT] != (zero_point is not None)
+        or is_given[GROUP_INDEX_SLOT]
+        or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
         or bits not in {2, 4, 8}
         or min(layout.rows, layout.columns, block) < 1
         or _size(weight) != layout.rows * layout.blocks * -(-block * bits // BITS_PER_BYTE)
@@ -243,27 +260,31 @@ def _lift_matmul(lift: _Lift) -> list[str]:
 
 def _lift_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
-    is_given = [slot is not None for slot in (*lift.slots, *[None] * BIAS_SLOT)]
     weight, scale, zero_point = lift.weight_constants(
         WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
     )
-    shape, sizes = (None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale))
-    if (
-        scale is None
-        or shape is None
-        or sizes not in {(), shape[1:2]}
-        or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
-        or (zero_point is not None and zero_point.outputs[0].shape != sizes)
-    ):
+    shape, sizes, zero_points = (
+        None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale, zero_point)
+    )
+    has_zero_points = any(lift.slots[ZERO_POINT_SLOT : ZERO_POINT_SLOT + 1])
+    if shape is None or sizes not in {(), shape[1:2]} or zero_points != (sizes if has_zero_points else None):
         return []
-    inputs = tuple(slot for slot in lift.slots[WEIGHT_SLOT:DYNAMIC_BIAS_SLOT] if slot is not None)
-    key = (DYNAMIC_FORM, *inputs)
-    if key not in lift.shared:
-        attrs = {"axis": 1} if sizes else {}
-        lift.shared[key] = _add_dequantize(
-            lift, scale, scale.outputs[0].dtype, shape, inputs, attrs, {"form": DYNAMIC_FORM}
-        )
-    return _lift_product(lift, lift.shared[key], DYNAMIC_BIAS_SLOT)
+    constants = lift.as_read(weight, scale, zero_point)
+    dequantized = _add_weight(lift, (constants, {"axis": 1} if sizes else {}, {"form": DYNAMIC_FORM}))
+    return _lift_product(lift, dequantized, DYNAMIC_BIAS_SLOT)
+
+
+def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
+    """Replace a MatMulIntegerToFloat of a tensor that a DynamicQuantizeLinear rounds, as one that rounds it itself."""
+    values, weight, *others = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
+    scale, weight_scale, zero_point, *rest = others
+    rounded = None if values is None or values.graph != lift.graph.name else lift.graph.op(values.op)
+    if values is None or rounded is None or rounded.type != DYNAMIC_QUANTIZE:
+        return []
+    if (values, scale, zero_point) != tuple(values._replace(port=port) for port in range(3)):
+        return []
+    slots = (lift.graph.slots(rounded.name)[0], weight, weight_scale, *rest)
+    return _lift_dynamic_product(replace(lift, slots=slots))
 
 
 def _lift_lstm(lift: _Lift) -> list[str]:
@@ -323,98 +344,51 @@ def _lift_moe(lift: _Lift) -> list[str]:
         if slots[position] is None:
             inputs += [None, None]
             continue
-        if (
-            data is None
-            or scale is None
-            or shape is None
-            or len(shape) != 3  # noqa: PLR2004  # experts, rows and bytes
-            or (zero_point is None) != (slots[first_zero_point + index] is None)
-        ):
+        is_misfit = (zero_point is None) != (slots[first_zero_point + index] is None)
+        if data is None or scale is None or shape is None or len(shape) != 3 or is_misfit:  # noqa: PLR2004  # experts, rows and bytes
             return []
         experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
         layout = MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
         is_misfit = zero_point is not None and _size(zero_point) != layout.zero_point_bytes
         if is_misfit or columns % block or not columns or _size(scale) != layout.rows * layout.blocks:
             return []
-        offset = 0 if zero_point is not None else 1 << (bits - 1)
-        type_name = f"{'u' if zero_point is not None else ''}int{max(bits, 4)}"
-        dtype, sizes, full = numpy_dtype(type_name), (experts, rows, columns // block), (experts, rows, columns)
-        constants: list[_LayerConstant] = [
-            (data, type_name, full, partial(_unpack_experts, layout, data, dtype, offset, full)),
-            (scale, scale.outputs[0].dtype or "float32", sizes, partial(_reshaped_value, scale, sizes)),
-        ]
-        if zero_point is not None:
-            read_zero_points = partial(_unpack_expert_zero_points, layout, zero_point, dtype, sizes)
-            constants.append((zero_point, type_name, sizes, read_zero_points))
-        fields = {"form": "packed", "bits": bits, "accuracy_level": int(op.numeric_attr("accuracy_level", 0))}
-        weights[len(inputs)] = constants, {"axis": 2, "block_size": block}, fields
+        shapes = (experts, rows, columns), (experts, rows, columns // block)
+        attrs_of_weight = {"axis": 2, "block_size": block}
+        weights[len(inputs)] = _packed_weight(lift, layout, shapes, attrs_of_weight, data, scale, zero_point)
         inputs += [slots[position], slots[position + 2]]
     while inputs[-1] is None:
         inputs.pop()
     return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, weights)
 
 
-def _unpack_experts(layout: MatrixLayout, data: Op, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
-    return layout.unpack(partial(constant_value, data), dtype, offset).reshape(shape)
-
-
-def _unpack_expert_zero_points(
-    layout: MatrixLayout, zero_point: Op, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
-    return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shape)
-
-
-_LayerConstant = tuple[Op, str, tuple[int, ...], Callable[[], "Array"]]
+_LayerConstant = tuple[Op, str, "Shape", Callable[[], "Array"] | None]
 _LayerWeight = tuple[list[_LayerConstant], dict[str, Any], dict[str, Any]]
-"""Constants of a file, each with the type, shape and value of the one in its place, and a DequantizeLinear's attributes
-and `Op.fused_attrs`."""
+"""Constants of a file, each with the type, shape and value of the one in its place, which is itself without a value;
+and a DequantizeLinear's attributes and `Op.fused_attrs`."""
 
 
-def _add_lifted_layer_weight(lift: _Lift, number: int, weight: _LayerWeight) -> TensorRef:
-    """Add the DequantizeLinear of weight `number` of an LSTM or MoE, once for equal constants.
+def _add_weight(lift: _Lift, weight: _LayerWeight, number: int = 0) -> TensorRef:
+    """Add the DequantizeLinear of weight `number` of a fused op, once for equal constants; return its tensor.
 
     The rule and anchor of the fused op have one line for each weight.
     """
     constants, attrs, fused_attrs = weight
-    key = tuple(constant.name for constant, *_ in constants)
+    key = (*((constant.name, shape) for constant, _, shape, _ in constants), *attrs.items(), *fused_attrs.items())
     if key in lift.shared:
         return lift.shared[key]
-    graph, op, (_, scale_dtype, *_) = lift.graph, lift.op, constants[1]
-    inputs = []
-    for constant, dtype, shape, read_value in constants:
-        inputs.append(add_constant(graph, _unpacked_name(constant), dtype, shape, read_value))
-    marks = {
+    graph, op, (scale, dtype, *_) = lift.graph, lift.op, constants[1]
+    inputs = [
+        add_constant(graph, _unpacked_name(constant), dtype, shape, read) if read else lift.tensor(constant)
+        for constant, dtype, shape, read in constants
+    ]
+    fields: dict[str, Any] = {
         name: (text.splitlines() or [""])[min(number, text.count("\n"))]
         for name, text in (("rule", op.rule), ("anchor", op.anchor))
     }
-    dequantized = _add_dequantize(
-        lift, constants[1][0], scale_dtype, constants[0][2], inputs, attrs, fused_attrs, **marks
-    )
-    return lift.shared.setdefault(key, dequantized)
-
-
-def _add_dequantize(
-    lift: _Lift,
-    scale: Op,
-    dtype: str | None,
-    shape: Shape,
-    inputs: Sequence[TensorRef],
-    attrs: Mapping[str, Any],
-    fused_attrs: Mapping[str, Any],
-    **marks: str,
-) -> TensorRef:
-    """Add a DequantizeLinear with the rule and anchor of the fused op, unless `marks` has others; return its tensor."""
-    fields: dict[str, Any] = {
-        "kind": "dequantize",
-        "type": "DequantizeLinear",
-        "roles": ("input", "scale", "zero_point"),
-        "attrs": attrs,
-        "fused_attrs": fused_attrs,
-        "rule": lift.op.rule,
-        "anchor": lift.op.anchor,
-        **marks,
-    }
-    return lift.graph.add_op(new_op(lift.graph, _dequantized_name(lift.op, scale), dtype, shape, **fields), inputs)
+    fields |= {"kind": "dequantize", "type": "DequantizeLinear", "roles": ("input", "scale", "zero_point")}
+    fields |= {"attrs": attrs, "fused_attrs": fused_attrs}
+    dequantize = new_op(graph, _dequantized_name(op, scale), dtype, constants[0][2], **fields)
+    return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
 
 
 def _replace_layer(
@@ -429,7 +403,7 @@ def _replace_layer(
     """Replace a fused LSTM or MoE by the op that reads dequantized `weights` in their slots; return all names."""
     names = list[str]()
     for number, (slot, weight) in enumerate(weights.items()):
-        dequantized = _add_lifted_layer_weight(lift, number, weight)
+        dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
     fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
@@ -470,14 +444,10 @@ def _lift_gather(lift: _Lift) -> list[str]:
     blocks = (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
     if any(fully_known_shape(each.outputs[0].shape) != blocks for each in (scale, zero_point) if each is not None):
         return []
-    key = (*lift.slots[:1], *lift.slots[2:], axis, block)
-    if key not in lift.shared:
-        attrs = {"axis": axis, "block_size": block}
-        inputs = [tensor for tensor in (lift.slots[0], lift.slots[2], given) if tensor is not None]
-        lift.shared[key] = _add_dequantize(
-            lift, scale, scale.outputs[0].dtype, shape, inputs, attrs, {"form": "packed"}
-        )
-    return _replace_gather(lift, lift.shared[key])
+    constants = lift.as_read(weight, scale, zero_point)
+    return _replace_gather(
+        lift, _add_weight(lift, (constants, {"axis": axis, "block_size": block}, {"form": "packed"}))
+    )
 
 
 def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | None) -> list[str]:
@@ -508,40 +478,46 @@ def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
 
 def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
     """Add the constants of a packed matrix in the standard layout and their DequantizeLinear, once for equal ones."""
-    op, graph = lift.op, lift.graph
-    level = int(op.numeric_attr("accuracy_level", 0))
-    key = (*(None if constant is None else constant.name for constant in (weight, scale, zero_point)), layout, level)
-    if key in lift.shared:
-        return lift.shared[key]
-    # Without zero points, integers are stored with the middle of their range added.
-    offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
-    type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
-    dtype = numpy_dtype(type_name)
     shapes: tuple[tuple[int, ...], ...] = (layout.rows, layout.columns), (layout.rows, layout.blocks)
     attrs = {"axis": int(not layout.transposed), "block_size": layout.block}
     if layout.transposed:
         shapes = shapes[0][::-1], shapes[1][::-1]
     elif layout.blocks == 1 and layout.bits == BITS_PER_BYTE:  # a scale per row of a table
         shapes, attrs = (shapes[0], (layout.rows,)), {"axis": 0}
+    return _add_weight(lift, _packed_weight(lift, layout, shapes, attrs, weight, scale, zero_point))
 
-    def read_scales() -> Array:
-        return layout.unpack_blocks(constant_value(scale)).reshape(shapes[1])
+
+def _packed_weight(
+    lift: _Lift,
+    layout: MatrixLayout,
+    shapes: Sequence[tuple[int, ...]],
+    attrs: dict[str, Any],
+    weight: Op,
+    scale: Op,
+    zero_point: Op | None,
+) -> _LayerWeight:
+    """Return a packed weight in the standard layout. `shapes` are those of the weight and of its scales."""
+    # Without zero points, integers are stored with the middle of their range added.
+    offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
+    type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
+    dtype, read_weight = numpy_dtype(type_name), partial(constant_value, weight)
 
     def read_zero_points(zero_point: Op) -> Array:
         return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shapes[1])
 
-    scale_dtype, read_weight = scale.outputs[0].dtype or "float32", partial(constant_value, weight)
-    unpack_weight = partial(layout.unpack, read_weight, dtype, offset)
-    inputs = [
-        add_constant(graph, _unpacked_name(weight), type_name, shapes[0], unpack_weight),
-        add_constant(graph, _unpacked_name(scale), scale_dtype, shapes[1], read_scales),
+    constants: list[_LayerConstant] = [
+        (weight, type_name, shapes[0], lambda: layout.unpack(read_weight, dtype, offset).reshape(shapes[0])),
+        (
+            scale,
+            scale.outputs[0].dtype or "float32",
+            shapes[1],
+            lambda: layout.unpack_blocks(constant_value(scale)).reshape(shapes[1]),
+        ),
     ]
     if zero_point is not None:
-        name, read_value = _unpacked_name(zero_point), partial(read_zero_points, zero_point)
-        inputs.append(add_constant(graph, name, type_name, shapes[1], read_value))
-    fused_attrs = {"form": "packed", "bits": layout.bits, "accuracy_level": level}
-    dequantized = _add_dequantize(lift, scale, scale_dtype, shapes[0], inputs, attrs, fused_attrs)
-    return lift.shared.setdefault(key, dequantized)
+        constants.append((zero_point, type_name, shapes[1], partial(read_zero_points, zero_point)))
+    level = int(lift.op.numeric_attr("accuracy_level", 0))
+    return constants, attrs, {"form": "packed", "bits": layout.bits, "accuracy_level": level}
 
 
 def _lift_folded(lift: _Lift) -> list[str]:
@@ -644,6 +620,7 @@ def _folded_layout(
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
     (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
+    (MICROSOFT_DOMAIN, SHARED_DYNAMIC_PRODUCT): _lift_shared_dynamic_product,
     (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
     (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
@@ -666,10 +643,6 @@ def constant_value(constant: Op) -> Array:
     if constant.read_value is None:
         raise InternalError(f"{constant.name!r} has no value.")
     return constant.read_value()
-
-
-def _reshaped_value(constant: Op, shape: tuple[int, ...]) -> Array:
-    return constant_value(constant).reshape(shape)
 
 
 def _integers(constant: Op | None) -> list[int] | None:

@@ -19,10 +19,12 @@ from graphquant.formats.onnx.fused_ops import (
     BIAS_SLOT,
     BITS_PER_BYTE,
     DYNAMIC_BIAS_SLOT,
+    DYNAMIC_QUANTIZE,
     LSTM_SLOTS,
     MOE_FIRST_WEIGHT,
     MOE_WEIGHTS,
     PACKED_SUFFIX,
+    SHARED_DYNAMIC_PRODUCT,
     LiftedOp,
     MatrixLayout,
     add_constant,
@@ -32,7 +34,7 @@ from graphquant.formats.onnx.fused_ops import (
     replace_op,
 )
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import Model, Op, Parameters, TensorRef, Use, fully_known_shape
+from graphquant.ir import Model, Op, Output, Parameters, TensorRef, Use, fully_known_shape
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import (
     DYNAMIC_FORM,
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
     from graphquant.numerics import Array
 
+MIN_SHARED_READERS = 3  # of one tensor, for which one DynamicQuantizeLinear is as fast with a single row
+DYNAMIC_PARAMETERS = {"scale": "float32", "zero_point": "uint8"}  # types of the other results of DynamicQuantizeLinear
+
 
 def lower_fused_ops(model: Model) -> Model:
     """Return a copy of the model in which fused ops replace their standard form; the model itself if it has none."""
@@ -73,6 +78,8 @@ def lower_fused_ops(model: Model) -> Model:
             _fold(lowered, graph, graph.op(name), parameters)
         elif name in graph:
             _lower_readers(lowered, graph, graph.op(name), parameters, layer_constants)
+    for graph in lowered.graphs.values():
+        _share_rounded_inputs(graph)
     return lowered
 
 
@@ -306,6 +313,29 @@ def _lower_dynamic_product(
         graph.remove_op(product.name)
 
 
+def _share_rounded_inputs(graph: Graph) -> None:
+    """Round a tensor once for all new dynamic products that read it, if that takes less time than once for each."""
+    readers = dict[TensorRef, list[str]]()
+    for op in graph.ops():
+        source = graph.slots(op.name)[0] if (op.type, op.source) == (DYNAMIC_PRODUCT, None) else None
+        if source is not None:
+            readers.setdefault(source, []).append(op.name)
+    for source, names in readers.items():
+        if len(names) < MIN_SHARED_READERS:
+            continue
+        first = graph.op(names[0])
+        fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": first.rule}
+        rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
+        outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in DYNAMIC_PARAMETERS.items()]
+        rounded = replace(rounded, anchor=first.anchor, outputs=(*rounded.outputs, *outputs))
+        graph.add_op(rounded, [source])
+        values, scale, zero_point = (TensorRef(graph.name, rounded.name, port) for port in range(3))
+        for name in names:
+            _, weight, weight_scale, *rest = graph.slots(name)
+            inputs = [values, weight, scale, weight_scale, zero_point, *rest]
+            replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
+
+
 def _transposed_constant(model: Model, graph: Graph, tensor: TensorRef) -> TensorRef:
     """Return a new constant with the transposed value of a matrix."""
     op, output = model.op(tensor), model.output(tensor)
@@ -335,7 +365,8 @@ class _FoldedOps:
     def add_sizes(self, name: str, sizes: Sequence[int]) -> TensorRef:
         """Add a constant of sizes or axes."""
         values = np.array(sizes, np.int64)
-        return self._add_constant(f"{self.dequantize.name}/{name}", "int64", values.shape, values.view)
+        name = f"{self.dequantize.name}/{name}"
+        return add_constant(self.graph, name, "int64", values.shape, values.view, rule=self.dequantize.rule)
 
     def reshape_constant(
         self, source: TensorRef, dtype: str | None, shape: tuple[int, ...], padded: tuple[int, ...]
@@ -349,11 +380,8 @@ class _FoldedOps:
                 value = np.pad(value, [(0, whole - size) for size, whole in zip(value.shape, padded, strict=True)])
             return value.reshape(shape).astype(numpy_dtype(dtype or ""), copy=False)
 
-        return self._add_constant(f"{source.op}{PACKED_SUFFIX}", dtype, shape, read_value)
-
-    def _add_constant(self, name: str, dtype: str | None, shape: Shape, read_value: Callable[[], Array]) -> TensorRef:
-        rule, anchor = self.dequantize.rule, self.dequantize.anchor
-        return add_constant(self.graph, name, dtype, shape, read_value, rule=rule, anchor=anchor)
+        name = f"{source.op}{PACKED_SUFFIX}"
+        return add_constant(self.graph, name, dtype, shape, read_value, rule=self.dequantize.rule)
 
 
 def _fold(model: Model, graph: Graph, dequantize: Op, parameters: Parameters) -> None:

@@ -443,6 +443,32 @@ def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:
     assert sorted(matrices) == [onnx.TensorProto.FLOAT, onnx.TensorProto.INT8]
 
 
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+def test_dynamic_products_of_one_tensor(tmp_path: Path, per: str) -> None:
+    """One op rounds a tensor that three products read, to the same bits as each would, and all are read as pairs."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((20, 12)).astype(np.float32) for name in ("q", "k", "v")}
+    weights |= {"b": rng.standard_normal(12).astype(np.float32)}
+    body = "r = Relu(x) y = MatMul(r, q) m = MatMul(r, k) z = Add(m, b) u = Gemm(r, v, b)"
+    message = parse(body, "float[n, 20] x", "float[n, 12] y, float[n, 12] z, float[n, 12] u", weights)
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "int8", 'form = "dynamic"', block=None, per=per)
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    shared = onnx_format.emit(result.model)
+    onnx.checker.check_model(shared, full_check=True)
+    assert op_counts(shared) == {"Relu": 1, "DynamicQuantizeLinear": 1, "MatMulIntegerToFloat": 3}
+    two = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules, exclude=["v"]).model)
+    assert op_counts(two)["DynamicQuantizeMatMul"] == 2
+    feeds = {"x": rng.standard_normal((5, 20)).astype(np.float32)}
+    for left, right in zip(run(shared, feeds)[:2], run(two, feeds)[:2], strict=True):
+        np.testing.assert_array_equal(left, right)
+    written = gq.load(result.save(tmp_path / "dynamic.onnx", force=True))
+    assert Counter(op.kind for _, op in written.reachable_ops())["dequantize"] == 3
+    assert onnx_format.emit(written).SerializeToString() == shared.SerializeToString()
+    stripped = onnx_format.emit(gq.strip(written, everything=True).model)
+    assert "DynamicQuantizeLinear" not in op_counts(stripped)
+
+
 LSTM_RULES = """description = "Weights of LSTMs"
 [scheme.gate]
 dtype = "int8"
