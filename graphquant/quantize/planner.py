@@ -38,7 +38,7 @@ from graphquant.ir import (
     reduction_axis,
 )
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES, FamilyArguments, FusedForm, QDQFamily, count_product_weights
+from graphquant.qdq import FAMILIES, FOLDED_FORM, FamilyArguments, FusedForm, QDQFamily, count_product_weights
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
     LIST_NAMES_HINT,
@@ -565,6 +565,9 @@ class _PlanBuilder:
             return f"scheme {scheme.name!r} is per channel, but the kernel's shape is unknown"
         if dtype is None:
             return "its data type is only known at run time"
+        consumer, named = model.graphs[match.use.graph].op(match.use.op), match.rule.scheme
+        if dtype == "float16" and consumer.kind == "gather" and named is not None and named.args.form == FOLDED_FORM:
+            return "onnxruntime would dequantize the whole float16 table in each run"
         if family.format != model.format:
             return f"family {family.name!r} is only for {family.format} models"
         request = scheme.family_request(

@@ -243,13 +243,11 @@ def _lift_matmul(lift: _Lift) -> list[str]:
         block=max(block, 1),
         transposed=True,
     )
+    is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
+    if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
+        return []
     if (
-        weight is None
-        or scale is None
-        or is_given[GROUP_INDEX_SLOT]
-        or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
-        or bits not in {2, 4, 8}
-        or min(layout.rows, layout.columns, block) < 1
+        min(layout.rows, layout.columns, block) < 1
         or _size(weight) != layout.rows * layout.blocks * -(-block * bits // BITS_PER_BYTE)
         or _size(scale) != layout.rows * layout.blocks
         or (zero_point is not None and _size(zero_point) != layout.zero_point_bytes)
@@ -624,9 +622,7 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
     (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
-    ("", "Mul"): _lift_folded,
-    ("", "Reshape"): _lift_folded,
-    ("", "Slice"): _lift_folded,
+    **{("", name): _lift_folded for name in ("Mul", "Reshape", "Slice")},
 }
 
 

@@ -67,7 +67,7 @@ def run_and_count_ops(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndar
     [(["weight_only"], 13, 28.0), (["weight_only_int8"], 21, 30.0), (["weight_only_int4"], 21, 10.0)],
 )
 def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int, needed: int, closest: float) -> None:
-    """Every matrix product becomes MatMulNBits, the convolution keeps its DequantizeLinear, the output stays close."""
+    """Every product becomes MatMulNBits, convolution and table keep their DequantizeLinear, the output stays close."""
     path, feeds = write_table_net(tmp_path, opset)
     result = gq.insert(path, rules=rules, family="onnx-qdq")
     saved = result.save(tmp_path / "quant.onnx")
@@ -77,7 +77,7 @@ def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int,
     have, after = run_and_count_ops(saved, feeds)
     assert before["MatMulNBits"] == 0
     assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (3, 0, 0)
-    assert after["DequantizeLinear"] == 1
+    assert after["DequantizeLinear"] == (1 if rules == ["weight_only"] else 2)
     noise = np.square(have - want).sum()
     assert 10 * np.log10(np.square(want).sum() / noise) > closest
 
@@ -92,7 +92,7 @@ def test_weights_of_small_models_are_folded(tmp_path: Path, rules: str, act: str
     have, after = run_and_count_ops(saved, feeds)
     assert after == before
     assert 10 * np.log10(np.square(want).sum() / np.square(have - want).sum()) > (30 if "8" in rules else 10)
-    assert saved.stat().st_size < 0.65 * path.stat().st_size  # the table stays float
+    assert saved.stat().st_size < 0.5 * path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
     weight = next(tensor for tensor in message.graph.initializer if tensor.name == "w2")
     weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight).T.copy(), "w2"))
     onnx.save(message, path)
-    result = gq.insert(path, rules=["weight_only_int4", "tables_int4"])
+    result = gq.insert(path, rules=["tables_int4", "weight_only_int4"])
     shapes = {
         done.site.tensor.op: (done.site.axis, done.params.block, done.params.scale.shape)
         for done in result.inserted
