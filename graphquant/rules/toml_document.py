@@ -365,13 +365,13 @@ MAX_VALUE_LENGTH, _MAX_WORDS_LENGTH = 60, 500
 _TOO_LARGE = 1 << 64
 _TYPES = {
     "string_type": "a string",
+    "string_unicode": "UTF-8",
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
     "dict_type": "a table",
     "dataclass_type": "a table",
-    "list_type": "an array",
-    "tuple_type": "an array",
+    **dict.fromkeys(("list_type", "tuple_type"), "an array"),
 }
 _SENTENCES = {
     "literal_error": "is {shown}; it must be {expected}.",

@@ -53,6 +53,15 @@ def test_shards_equal_the_whole_batch(batch_of_three):
     assert merged == plain
 
 
+def test_names_that_are_not_utf8(batch_of_three):
+    """A file name that is not UTF-8 is refused for that reason."""
+    name = "m\udcff.onnx"
+    code, _, errors = batch_of_three(name)
+    assert code == 2
+    assert repr(name) in errors
+    assert "UTF-8" in errors
+
+
 def test_schema_option(batch_of_three):
     """--schema prints the JSON schema of manifests."""
     code, output, _ = batch_of_three("--schema")
