@@ -320,8 +320,14 @@ def integer_macs(job: Job, out: Path, skips: list[dict[str, Any]]) -> tuple[floa
     source = gq.load(job.case.model)
     runner = formats.format_module("onnx").create_runner(source)
     sizes = measure_tensor_sizes(source, open_data(str(job.held_out), runner.inputs), runner)
-    functions = [function.name for function in onnx.load(out, load_external_data=False).functions]
-    kinds = truth.of_functions(truth.runs_as(truth.optimized(out)), functions)
+    message = onnx.load(out, load_external_data=False)
+    for node in truth.all_nodes(message.graph):  # without a name, the optimized model does not tell which op it was
+        node.name = node.name or node.output[0]
+    named = out.with_name(f"named_{out.name}")  # in the same folder as its weights
+    onnx.save(message, named)
+    functions = [function.name for function in message.functions]
+    kinds = truth.of_functions(truth.runs_as(truth.optimized(named)), functions)
+    named.unlink()
     counts = count_macs(source, sizes)
     skipped: dict[tuple[str, str], str] = {}
     for skip in sorted(skips, key=lambda entry: entry["code"] not in SHORT_REASONS):
