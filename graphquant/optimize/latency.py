@@ -382,13 +382,19 @@ class LatencyTimer:
         """Return the time of `run` relative to `baseline`."""
         return measure_time_ratio(run, baseline, seconds=TIMING_SECONDS)
 
-    def median_ratio(self, model: Model, baseline: Model, pairs: int) -> TimeRatio:
+    def median_ratio(
+        self, model: Model, baseline: Model, pairs: int, seconds: float = TIMING_SECONDS, min_rounds: int = MIN_ROUNDS
+    ) -> TimeRatio:
         """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
-        ratios = [self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)]
+        ratios = [
+            measure_time_ratio(self.make_run(model), self.make_run(baseline), seconds=seconds, min_rounds=min_rounds)
+            for _ in range(pairs)
+        ]
         return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
 
 
 REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
+SURE_RATIO, REPORT_PAIRS = 0.95, 3  # ratio from which the report's comparison is repeated, and number of its pairs
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 
@@ -398,6 +404,6 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
     Raises a ModelError if a model cannot be run, and a DataError if a sample does not fit the model.
     """
     timer = LatencyTimer.for_data(float_model, batches, as_tflite=False)
-    return measure_time_ratio(
-        timer.make_run(quantized), timer.make_run(float_model), seconds=REPORT_SECONDS, min_rounds=1
-    )
+    ratio = timer.median_ratio(quantized, float_model, 1, REPORT_SECONDS, 1)
+    is_sure = ratio.median < SURE_RATIO
+    return ratio if is_sure else timer.median_ratio(quantized, float_model, REPORT_PAIRS, REPORT_SECONDS)

@@ -385,19 +385,16 @@ def summary_view(summary: ModelSummary) -> RenderableType:
         clone = summary.float_clone_ops[0]
         lines += [plain_line(message, style="yellow"), plain_line(f"    {clone.op}: {clone.reason}", style="dim")]
     tensor_counts = Counter(reading.tensor for reading in summary.distinct_ops)
+
+    def pair_text(op: QuantizationOp) -> str:
+        return f"by {op.op}, read by {join_names(list(map(str, op.consumers))) or 'nothing'}"
+
     for kind, ops_ in group_values((reading.type, reading) for reading in summary.distinct_ops).items():
-        table = Table(
-            QUANTIZATION_COLUMNS, ops_, note=lambda op: _pair_text(op) if tensor_counts[op.tensor] > 1 else ""
-        )
+        table = Table(QUANTIZATION_COLUMNS, ops_, note=lambda op: pair_text(op) if tensor_counts[op.tensor] > 1 else "")
         lines += [plain_line(f"{len(ops_)} {kind}", style="bold"), table]
     lines += _stored_tables(summary)
     lines += _coverage_lines(summary)
     return Group(*lines)
-
-
-def _pair_text(op: QuantizationOp) -> str:
-    """Return op and readers of a pair on a tensor with several pairs."""
-    return f"by {op.op}, read by {join_names(list(map(str, op.consumers))) or 'nothing'}"
 
 
 def _stored_tables(summary: ModelSummary) -> list[RenderableType]:

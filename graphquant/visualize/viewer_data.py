@@ -40,11 +40,6 @@ CHIP_WIDTH, SHAPE_DIGIT = 46, 7.6  # width of a quantized constant and of a digi
 INPUT_STATES = ("", "none", "some", "all")
 
 
-def short_name(name: str) -> str:
-    """Return the last component of a scoped name."""
-    return name.rstrip("/").rpartition("/")[2] or name
-
-
 def box_label(box: Box) -> str:
     """Return the part of an op's name that its author chose, without the op types that exporters append.
 
@@ -167,7 +162,7 @@ def _op_columns(drawing: Drawing, layout: Placement, text_number: Callable[[str]
         "labels": {
             number: text_number(label)
             for number, box in enumerate(boxes)
-            if (label := box_label(box)) != short_name(box.op.name)
+            if (label := box_label(box)) != (box.op.name.rstrip("/").rpartition("/")[2] or box.op.name)
         },
         "graph": [text_number(box.graph) for box in boxes],
         "group": [box.group for box in boxes],

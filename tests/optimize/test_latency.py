@@ -10,17 +10,20 @@ import pytest
 
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
+from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import UsageError
 from graphquant.formats import format_module
-from graphquant.optimize import TimeRatio, measure_time_ratio
+from graphquant.optimize import TimeRatio, latency, measure_time_ratio
 from graphquant.optimize.candidates import ScaleGroup
 from graphquant.optimize.latency import (
     MAX_TIMED_PLANS,
+    REPORT_PAIRS,
     FusionMap,
     LatencyProfile,
     LatencyTimer,
     make_latency_groups,
     minimize_latency,
+    time_beside_float,
 )
 from graphquant.optimize.search import GAIN_TOO_SMALL
 
@@ -386,3 +389,22 @@ def test_the_report_times_the_prepared_float_model(samples: Path, monkeypatch: p
     kinds = [{op.kind for _, op in model.reachable_ops()} for model in (result.source, plain, quantized)]
     assert ["batchnorm" in found for found in kinds] == [True, False, False]
     assert "quantize" in kinds[2] - kinds[1]
+
+
+@pytest.mark.parametrize(("medians", "expected"), [([0.6], 0.6), ([1.2, 0.97, 0.99, 0.98], 0.98)])
+def test_an_unclear_comparison_is_repeated(
+    samples: Path, monkeypatch: pytest.MonkeyPatch, medians: list[float], expected: float
+) -> None:
+    """A result that seems slower than float is timed in new sessions, whose median counts; a clear gain is not."""
+    model = gq.load(samples / "digits_cnn.onnx")
+    batches = open_model_data(model, str(samples / "digits_cnn_calib.npz"), 1)
+    ratios = iter(medians)
+
+    def measure(*_: object, **__: object) -> TimeRatio:
+        median = next(ratios)
+        return TimeRatio(median=median, low=median, high=median, first_seconds=median, second_seconds=1.0)
+
+    monkeypatch.setattr(latency, "measure_time_ratio", measure)
+    assert time_beside_float(model, model, batches).median == expected
+    assert len(medians) in {1, 1 + REPORT_PAIRS}
+    assert list(ratios) == []
