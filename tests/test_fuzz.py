@@ -409,6 +409,7 @@ def run_child(kind: str, start: int, stop: int) -> Counter[str]:
     return Counter(report["outcomes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("model", 100), ("data", 25), ("ran", 25), ("rules", 25), ("plan", 25)])
 def test_some_mutations(kind: str, count: int) -> None:
     """Mutations cause only success and GraphQuantError, and both occur."""

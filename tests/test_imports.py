@@ -52,6 +52,7 @@ def packages_of_commands(model: Path, folder: Path, count: int | None = None) ->
     return imported_packages("-c", RUN_COMMANDS, json.dumps(lines[:count], default=str))
 
 
+@pytest.mark.slow
 def test_no_tensorflow_for_saved_models(samples: Path, tmp_path: Path) -> None:
     """Reading, planning and rewriting a SavedModel import no TensorFlow, ONNX or ONNX Runtime."""
     packages = packages_of_commands(samples / "digits_cnn_saved_model", tmp_path)
@@ -59,6 +60,7 @@ def test_no_tensorflow_for_saved_models(samples: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_no_tensorflow_for_a_real_saved_model(shared: Path, tmp_path: Path) -> None:
     """A real SavedModel with 197 functions needs no TensorFlow, ONNX or ONNX Runtime."""
     packages = packages_of_commands(shared / "kws/saved_model", tmp_path, 6)
@@ -87,6 +89,7 @@ def test_package_is_lazy() -> None:
     )
 
 
+@pytest.mark.slow
 def test_verbs_stay_callable_after_every_module_is_imported() -> None:
     """No module of the package hides a function of the same name."""
     script = """

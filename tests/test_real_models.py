@@ -125,6 +125,7 @@ def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
         assert (tmp_path / "kws" / file_name).read_bytes() == (shared / "kws/saved_model" / file_name).read_bytes()
 
 
+@pytest.mark.slow
 def test_kws_without_tensorflow(model_folder: Path, tmp_path: Path) -> None:
     """A SavedModel is quantized by rules that need no data, saved, and inspected."""
     result = gq.insert(model_folder / "kws/saved_model", rules=["fixed_point"])
@@ -149,6 +150,7 @@ def photographs(model_folder: Path, tmp_path: Path) -> list[Array]:
     return [image[None] for image in images]
 
 
+@pytest.mark.slow
 def test_ultraface_of_opset_9(
     model_folder: Path, tmp_path: Path, photographs: list[Array], cli: Callable[..., Any]
 ) -> None:
@@ -262,6 +264,7 @@ def mtcnn_feeds(folder: Path) -> dict[str, Array]:
 # -- voice activity, and a model that is quantized already -----------------------------------------
 
 
+@pytest.mark.slow
 def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
     """A model with 24 If subgraphs is quantized, and agrees with the float model on speech."""
     source = shared / "silero_vad_16k_op15.onnx"
@@ -292,6 +295,7 @@ def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
         assert reloaded.graphs[graph].op(name).type == "LSTM"
 
 
+@pytest.mark.slow
 def test_silero_vad_reports_its_limits(shared: Path, tmp_path: Path) -> None:
     """Excluding the op that the report ranks worst improves the output by more than 3 dB."""
     source, data = shared / "silero_vad_16k_op15.onnx", str(shared / "silero_vad.npz")

@@ -54,6 +54,7 @@ def planted(path: Path, number: int) -> tuple[Path, list[str]]:
     return faulty_path, [node.name for node in nodes if node.input[1] == scale]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALIBRATION)
 def test_planted_fault_is_first(samples: Path, tmp_path: Path, name: str) -> None:
     """A scale that is ten times too small is first in the list, activations', weights' and biases' alike."""

@@ -171,6 +171,7 @@ def test_quantile() -> None:
     assert pytest.approx(2.86526, abs=1e-5) == CONFIDENCE_QUANTILE
 
 
+@pytest.mark.slow
 def test_few_samples_are_reported(samples, tmp_path, cli) -> None:
     """The report and JSON of 12 samples have a lower bound that unseen samples confirm within 1 dB."""
     images = np.load(samples / "digits_cnn_calib.npz")["image"]

@@ -54,6 +54,7 @@ def test_several_runs_are_added_at_once() -> None:
     assert actual.problem.endswith("number of times")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn"])
 def test_float_model_runs_unobserved_once(
     samples: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -204,6 +204,7 @@ def test_calibration_is_sharded_for_few_models(tmp_path, monkeypatch, cluster, g
     assert Path(sharded.output).read_bytes() == Path("alone.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_shard_statistics_merge_exactly(tmp_path, monkeypatch):
     """Merged statistics of shards equal those of all samples. If a shard fails there is no merged result."""
     pytest.importorskip("distributed")

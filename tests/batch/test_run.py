@@ -134,6 +134,7 @@ def test_outputs_with_external_weights(batch_folder, monkeypatch):
     assert runs[0][2] != runs[1][2]
 
 
+@pytest.mark.slow
 def test_outputs_without_their_cache(batch_folder):
     """Without the cache, outputs that name their model are replaced. Other files are not."""
     entries = [*two_entries(), replace(two_entries()[0], name="other", output="out/other.onnx")]
@@ -149,6 +150,7 @@ def test_outputs_without_their_cache(batch_folder):
     assert re.match(r"out/digits_cnn\.onnx .* not created .*--force", run_entries(entries)[0][0].problem.message)
 
 
+@pytest.mark.slow
 def test_output_removed_during_the_run(batch_folder):
     """An output that disappears during the run is not cached, without a warning."""
 
@@ -255,6 +257,7 @@ def test_gates_apply_to_cached_outputs(batch_folder):
     assert f"{first[0].size_after} bytes" in outcomes[0].misses[0].message
 
 
+@pytest.mark.slow
 def test_bounds_are_part_of_the_cache_key(batch_folder):
     """An output searched for with one bound is not reused for another, nor by --resume."""
     contents = []
@@ -267,6 +270,7 @@ def test_bounds_are_part_of_the_cache_key(batch_folder):
     assert contents[0] == contents[2] != contents[1]
 
 
+@pytest.mark.slow
 def test_without_the_cache(batch_folder):
     """Without the cache every output is rebuilt, and replaces that of an earlier batch."""
     run_entries(two_entries(), cache=False)
@@ -297,6 +301,7 @@ def test_failure_affects_one_entry(batch_folder):
     assert sorted(path.name for path in Path("out").iterdir()) == ["digits_cnn.onnx"]
 
 
+@pytest.mark.slow
 def test_stop_and_resume(batch_folder):
     """A resumed batch executes only unfinished entries. Its report equals that of an uninterrupted one."""
     expected = [replace(outcome, seconds=0.0) for outcome in run_entries(two_entries())[0]]
@@ -328,6 +333,7 @@ def test_outputs_written_while_stopping_are_claimed(batch_folder):
     assert [outcome.status for outcome in run_entries(two_entries(), cache=False, resume=True)[0]] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_resume_verifies_existing_outputs(batch_folder):
     """--resume rebuilds outputs that are missing or whose settings changed."""
     run_entries(two_entries(), cache=False)
@@ -352,6 +358,7 @@ def test_resume_retries_failures(batch_folder):
     assert [outcome.status for outcome in outcomes] == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_truncated_journal(batch_folder):
     """A truncated line is ignored, and later lines are valid."""
     run_entries(two_entries(), cache=False)
@@ -432,6 +439,7 @@ def test_data_functions_are_not_cached(batch_folder):
     assert run_entries([entry], resume=True)[1] == []
 
 
+@pytest.mark.slow
 def test_report_without_times(batch_folder):
     """Two runs give the same report without times."""
     runs = [run_batch(two_entries(), batch_options(cache=False), Executor()) for _ in range(2)]

@@ -286,6 +286,7 @@ def test_invalid_json(stats_path: Path) -> None:
             load_stats(stats_path)
 
 
+@pytest.mark.slow
 def test_zip_bombs(stats_path: Path) -> None:
     """An array larger than the header declares is rejected before it is unpacked."""
     with zipfile.ZipFile(stats_path) as archive:

@@ -59,6 +59,7 @@ def test_calibrate_then_insert(cli: Callable[..., Any], calibration_folder: Path
     assert {site["method"] for site in report["sites"]} == planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
 def test_merged_shards_equal_one_calibration(cli: Callable[..., Any], calibration_folder: Path, name: str) -> None:
     """2 and 8 shards, merged in any order, are the file of one call."""
@@ -263,6 +264,7 @@ def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--force"], ["--all", "--shard", "1/2"]])
 def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], calibration_folder: Path, more: list[str]) -> None:
     """Ctrl-C stops after the block, and the printed command leads to the bytes of an uninterrupted run."""
@@ -288,6 +290,7 @@ def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], calibration_fold
     assert Path("my stats.gqs").read_bytes() == Path("whole.gqs").read_bytes()
 
 
+@pytest.mark.slow
 def test_interrupted_twice_stops_at_once(calibration_folder: Path) -> None:
     """The second Ctrl-C stops immediately, and no file is written."""
     result = interrupted(1, "calibrate", *CNN, "-o", "stats.gqs", times=2)
@@ -308,6 +311,7 @@ def feeds():
 """
 
 
+@pytest.mark.slow
 def test_interrupted_while_samples_are_counted(calibration_folder: Path) -> None:
     """The first Ctrl-C stops immediately if no block has run."""
     Path("counting.py").write_text(COUNTING, "utf-8")
@@ -316,12 +320,14 @@ def test_interrupted_while_samples_are_counted(calibration_folder: Path) -> None
     assert not Path("stats.gqs").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_last_block_is_done(calibration_folder: Path) -> None:
     """An interrupt during the last block has no effect."""
     result = interrupted(0, "calibrate", *CNN, "--samples", 4, "-o", "stats.gqs")
     assert (result.returncode, load_stats(Path("stats.gqs")).complete) == (0, True)
 
 
+@pytest.mark.slow
 def test_interrupted_insert_writes_nothing(calibration_folder: Path) -> None:
     """An interrupted insert keeps no file."""
     result = interrupted(1, "insert", *CNN, "-o", "out.onnx")
@@ -350,6 +356,7 @@ def samples():
 """Data that tells when a part of it was read, after the pass that counts it, and goes on for long."""
 
 
+@pytest.mark.slow
 def test_killed_by_a_real_signal(calibration_folder: Path) -> None:
     """SIGINT from outside ends with 130 and a file that is whole."""
     Path("many.py").write_text(MANY)

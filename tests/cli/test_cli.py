@@ -407,6 +407,7 @@ def test_each_ending_has_its_exit_code(
     assert (result.stdout, result.stderr) == ("", message)
 
 
+@pytest.mark.slow
 def test_missing_tensorflow_ends_with_4(cnn_folder: Path) -> None:
     """Without TensorFlow, calibration of its models prints the command that installs it."""
     script = (
@@ -502,6 +503,7 @@ def test_usage_errors_end_with_2(cnn_folder: Path) -> None:
 # -- terminals and pipes ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pipes_get_plain_text_and_results_only(cnn_folder: Path) -> None:
     """In a pipe, stdout has the table and stderr is empty, both without escape sequences."""
     result = program("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
@@ -510,6 +512,7 @@ def test_pipes_get_plain_text_and_results_only(cnn_folder: Path) -> None:
     assert result.stdout.splitlines()[-1].endswith("Written to digits_cnn.quant.onnx")
 
 
+@pytest.mark.slow
 def test_terminals_get_progress_on_stderr_and_80_columns(cnn_folder: Path) -> None:
     """On a terminal the progress bar goes to stderr, and no line of the table is wider than 80 columns."""
     out, err = on_terminal("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")

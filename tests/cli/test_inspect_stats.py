@@ -38,6 +38,7 @@ def test_a_statistics_file(cli: Callable[..., Any], stats_folder: Path) -> None:
     assert Path("stats.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_statistics_with_a_model(cli: Callable[..., Any], stats_folder: Path, samples: Path) -> None:
     """With a model, the table has the ranges; the page is reproducible; -o writes the table to a file."""
     model = samples / "digits_cnn.onnx"

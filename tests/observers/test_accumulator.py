@@ -52,6 +52,7 @@ def test_every_float_type(reference_histogram, dtype: type, bits: int) -> None:
     reference_histogram(values, bits).check(sketch_values(values, bits=bits))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fill")
 @pytest.mark.parametrize("bits", [7, 10])
 def test_every_16_bit_pattern(reference_histogram, bits: int) -> None:

@@ -24,6 +24,7 @@ wide = npst.arrays(np.float64, st.integers(0, 6), elements=st.floats() | st.samp
 sketches = st.builds(lambda values, bits: sketch_values(values, bits=bits), wide, st.sampled_from([0, 7, 10]))
 
 
+@pytest.mark.slow
 @given(arrays, arrays, arrays, st.sampled_from([None, 0, 1]))
 def test_merging_per_channel(one, two, three, axis) -> None:
     """The statistics do not depend on the split and order of samples."""

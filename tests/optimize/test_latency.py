@@ -191,6 +191,7 @@ def by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphquant.formats.onnx.prepare_timed_run", lambda model, _feeds: lambda: {"model": model})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_pairs")
 def test_float_where_it_is_faster(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
@@ -213,6 +214,7 @@ def test_float_where_it_is_faster(
     assert gq.insert(model, data=str(data), plan=inserted_result.plan, allow_empty=True).inserted == ()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_pairs")
 def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing is faster, the plan of the rules stays. A saved plan gives the same bytes."""
@@ -229,6 +231,7 @@ def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypat
     assert first_path.read_bytes() == second_path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_pairs")
 def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for a bound leaves what costs least time; if that is no faster than float, all is float."""

@@ -45,6 +45,7 @@ def uneven(tmp_path: Path) -> tuple[Path, str]:
     return tmp_path / "uneven.onnx", str(tmp_path / "uneven.npz")
 
 
+@pytest.mark.slow
 def test_sensitivity_of_scaled_weights(uneven: tuple[Path, str]) -> None:
     """If channels were scaled first, the error of a weight is its rounding, not its scale."""
     model, data = uneven

@@ -195,6 +195,7 @@ def test_interrupted() -> None:
     assert result.selection == calls[1]
 
 
+@pytest.mark.slow
 def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A bound is met on samples that neither calibration nor the search saw; what is left float says why."""
     model, data, bound = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", 60
@@ -257,6 +258,7 @@ def test_what_meets_its_bound_is_left_as_it_is(samples: Path) -> None:
     assert result.plan == gq.plan(model)
 
 
+@pytest.mark.slow
 def test_by_size(samples: Path) -> None:
     """With size as the cost no more bytes of weights are in float than with multiply-adds."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
@@ -326,6 +328,7 @@ def test_interrupted_while_measuring(samples: Path) -> None:
     assert result.plan != gq.plan(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [2, 3, -1])
 def test_a_late_interruption_keeps_the_best_plan(samples: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Ctrl-C in a measurement keeps the best plan that was measured before, also in the last one."""
@@ -350,6 +353,7 @@ def test_a_late_interruption_keeps_the_best_plan(samples: Path, monkeypatch: pyt
     assert search.search_validation.comparison.sqnr == max(known)
 
 
+@pytest.mark.slow
 def test_with_statistics(samples: Path, tmp_path: Path) -> None:
     """With ranges from statistics, the search uses other data than the statistics and the hold-out."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
@@ -375,6 +379,7 @@ def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
     assert "inconclusive: " + result.search.caveats[0] in "".join(str(line) for line in search_view(result.search))
 
 
+@pytest.mark.slow
 def test_what_is_not_shown_is_not_said_to_be_met(
     samples: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,6 +271,7 @@ def test_rules_that_meet_the_bound_are_not_searched():
     assert scripted_search([], {}, lambda _: False)[0].cost == 0.0
 
 
+@pytest.mark.slow
 def test_everything_in_float_is_the_last_resort():
     """Groups in steps of 3.3 dB are tried up to the aim, eight times, and then everything in float."""
     groups = [make_group([f"op{index:02}"], 10 ** (-index / 2)) for index in range(MAX_EXHAUSTIVE_OPS)]

@@ -136,6 +136,7 @@ def test_ranks_are_those_of_one_at_a_time(made: Callable[[str], gq.Result], samp
     )
 
 
+@pytest.mark.slow
 def test_in_functions(made: Callable[[str], gq.Result], samples: Path) -> None:
     """Tensors in functions, which no input can rule, are measured one by one; the figure is the same kind of figure."""
     result = made("digits_nested.onnx")

@@ -130,6 +130,7 @@ def test_blocks_of_four_and_eight_bits(tmp_path: Path) -> None:
         assert sorted(site.scheme.type.bits for site in result.plan.sites) == [4, 8]
 
 
+@pytest.mark.slow
 def test_a_weight_of_which_nothing_is_known(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_weight_of_which_nothing_is_known(
     assert re.search(f"estimated .*: {first}", output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("much", [0.3, 3.0])
 def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest.MonkeyPatch, much: float) -> None:
     """A fitting plan is found although a candidate is larger than estimated. Only an impossible budget is an error."""
@@ -189,6 +191,7 @@ def test_weights_that_are_inputs_too(samples: Path) -> None:
     assert 0 < result.search.size <= result.search.float_size // 4
 
 
+@pytest.mark.slow
 def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     """They are constants of 4 bits only where an opset has these; rules that want them so raise it."""
     model = samples / "digits_nested.onnx"

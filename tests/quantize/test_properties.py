@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import onnx.parser
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def edits(draw, count):
     return draw(st.dictionaries(st.integers(0, count - 1), site_edits, max_size=2))
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), product_nets(), st.sampled_from(["qnn", "onnxruntime", "openvino"]))
 def test_any_net_is_solved(tmp_path, data, net, rules):

@@ -234,6 +234,7 @@ def shift_nets(draw):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shift_nets())
 def test_any_net_is_solved(tmp_path, drawn):

@@ -74,6 +74,7 @@ def test_real_models_are_restored(model_folder: Path, tmp_path: Path, name: str)
     assert emitted_message(stripped.model) == emitted_message(model_folder / name)
 
 
+@pytest.mark.slow
 def test_keyword_spotter_is_restored(model_folder: Path, tmp_path: Path) -> None:
     """The same for a SavedModel with clones of functions."""
     source = model_folder / "kws/saved_model"
@@ -82,6 +83,7 @@ def test_keyword_spotter_is_restored(model_folder: Path, tmp_path: Path) -> None
     assert emitted_message(stripped.model) == emitted_message(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320.onnx", "silero_vad_16k_op15.onnx"])
 def test_rounded_weights_of_real_models(model_folder: Path, tmp_path: Path, name: str) -> None:
     """Without float weights each is the prepared model, weight for weight within its rounding, and nothing else."""

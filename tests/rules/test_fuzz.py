@@ -112,6 +112,7 @@ def test_mutated_files(short_folder, content, edits):
     outcome(content)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.floats(0, 1), key, value), min_size=1, max_size=3))
 def test_replaced_lines(short_folder, content, edits):

@@ -110,6 +110,7 @@ def test_every_verb_is_covered() -> None:
     assert command_names() - covered == {"batch", "freeze", "mcp", "rules check", "rules schema", "rules show"}
 
 
+@pytest.mark.slow
 def test_real_models(narrow: None, model_folder: Path, cli: Callable[..., Any]) -> None:
     """Long names of models of other tools are not wrapped, and all other lines are short."""
     for command, name in (

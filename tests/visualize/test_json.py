@@ -181,6 +181,7 @@ def schema_of(verb: str) -> dict[str, Any]:
     return {**schema, "$ref": f"#/$defs/{RESULTS[verb].__name__}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_every_key_is_documented(verb: str, results_folder: Path, cli: Callable[..., Any]) -> None:
     """docs/json.md has a row with exactly the keys of each written object."""

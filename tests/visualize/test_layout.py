@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,6 +135,7 @@ def test_no_ops() -> None:
     assert layered_layout([], [], []) == Placement(layer=[], x=[], trunks=[], lanes=[], width=0)
 
 
+@pytest.mark.slow
 def test_time_is_linear() -> None:
     """A graph of ten times the size takes at most twenty times as long."""
 

@@ -142,6 +142,7 @@ def make_chain(op_count: int, suffix: str = "") -> onnx.ModelProto:
     return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
 
 
+@pytest.mark.slow
 def test_terminal_text_is_bounded(monkeypatch) -> None:
     """The summary of a large result has few lines, and its tables have a limit in all."""
     monkeypatch.setattr(text, "ROWS_SHOWN", 50)

@@ -27,6 +27,7 @@ def batch_of_two(tmp_path, samples, cli, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_reports(batch_of_two, tmp_path):
     """A report of each format is written, stdout has the selected one, and a second run reports the same."""
     options = [option for suffix in REPORTS for option in ("--report", f"report{suffix}")]
@@ -50,6 +51,7 @@ def test_reports(batch_of_two, tmp_path):
     assert second == expected
 
 
+@pytest.mark.slow
 def test_each_format_reports_failures(batch_of_two, cli, tmp_path):
     """A failing model is reported on stdout for GitHub and in JUnit XML."""
     tmp_path.joinpath("broken.onnx").write_bytes(b"no model")
@@ -59,6 +61,7 @@ def test_each_format_reports_failures(batch_of_two, cli, tmp_path):
     assert '<failure type="ModelError"' in tmp_path.joinpath("report.xml").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_unwritable_report(batch_of_two, monkeypatch):
     """If a report cannot be written, the summary is printed and the exit code is 2."""
 
@@ -71,6 +74,7 @@ def test_unwritable_report(batch_of_two, monkeypatch):
     assert "report.md cannot be written" in result.stderr
 
 
+@pytest.mark.slow
 def test_compare(batch_of_two, tmp_path):
     """A regression is in the report, and fails the batch only with --fail-on."""
     batch_of_two("--report", "last.json")
@@ -84,6 +88,7 @@ def test_compare(batch_of_two, tmp_path):
     assert (change.name, change.kind, change.level) == ("digits_cnn.onnx", "size", "error")
 
 
+@pytest.mark.slow
 def test_merge(batch_of_two, cli, tmp_path):
     """The reports of two shards merge into one. A missing shard is an error."""
     batch_of_two("--report", "whole.json")

@@ -238,6 +238,7 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
     assert peak < 24 << 20
 
 
+@pytest.mark.slow
 def test_fortran_order_memory(tmp_path: Path) -> None:
     """An array in Fortran order is read through a file, one sample at a time, in .npz and .npy."""
     values = np.asfortranarray(np.arange(4000 * 4096, dtype=np.float32).reshape(4000, 4096))  # 64 MiB

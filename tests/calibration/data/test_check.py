@@ -210,6 +210,7 @@ def digits_for(model, images) -> np.ndarray:
     return images.reshape(-1, 8, 8) if "rnn" in str(model) else images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE_MODELS)
 def test_sample_models(samples, name) -> None:
     """The data of the sample models has no findings. Pixels from 0 to 255 and constants have."""
@@ -223,6 +224,7 @@ def test_sample_models(samples, name) -> None:
     assert model_findings(samples / name, image=blank) == ["blank"]
 
 
+@pytest.mark.slow
 def test_commands_run_the_check(samples, tmp_path, cli) -> None:
     """Insert, calibrate and compare warn of pixels from 0 to 255 and of zeros; good data has no warning."""
     model, images = samples / "digits_cnn.onnx", calibration_images(samples)
@@ -470,6 +472,7 @@ def test_no_false_warnings(shared, model, data) -> None:
         assert model_findings(shared / model, **arrays) == []
 
 
+@pytest.mark.slow
 def test_no_false_warnings_for_photographs(shared) -> None:
     """Detectors have no findings on their own scale, normalized or from 0 to 255; some have on another."""
     photos = np.load(shared / "ultraface/images.npz")["rgb"].astype(np.float32).transpose(0, 3, 1, 2)

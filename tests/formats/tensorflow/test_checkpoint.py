@@ -424,6 +424,7 @@ def test_fuzzed_index_file(written_checkpoint, changes):
     read_checkpoint(prefix)
 
 
+@pytest.mark.slow
 @given(changes=edits)
 @settings(max_examples=500, deadline=None)
 def test_fuzzed_index_with_good_checksums(written_checkpoint, changes):

@@ -205,6 +205,7 @@ def test_skeleton(tmp_path: Path) -> None:
     assert len(text) < 50_000
 
 
+@pytest.mark.slow
 def test_same_bytes_every_time() -> None:
     """The written bytes do not depend on the hash seed."""
     code = f"""

@@ -63,6 +63,7 @@ def test_plan_with_function_clones_round_trip(model_folder: Path) -> None:
         gq.insert(model, plan=plan_from_json(data))
 
 
+@pytest.mark.slow
 def test_function_clones_share_scales(model_folder: Path, tmp_path: Path) -> None:
     """Each site in a clone has the identical parameters of its original."""
     result = gq.insert(model_folder / "kws/saved_model", rules=["weight_only"])

@@ -143,6 +143,7 @@ def test_real_model_round_trips_in_binary(path, message_class):
     assert proto.to_binary(proto.parse_binary(written, message_class())) == written
 
 
+@pytest.mark.slow
 @real_models
 def test_real_model_round_trips_in_text(path, message_class):
     """The text form is as complete as the binary form."""

@@ -121,6 +121,7 @@ def test_damaged_tensor(text: str, message: str) -> None:
         decode_tensor(proto.parse_text(text, proto.TensorProto()), "the constant 'c'")
 
 
+@pytest.mark.slow
 @given(attributes | st.lists(st.integers(0, 9), min_size=1) | st.lists(st.text(), min_size=1))
 def test_attribute_round_trip(value: Any) -> None:
     """An attribute of any kind round-trips with value and type."""
