@@ -745,8 +745,8 @@ class _Repair:
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             if result.stop_reason is not None:
-                # The best plan so far still has to be built.
-                self._request.budget.extend(self._plan_work(base, quick=True))
+                # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
+                self._request.budget.extend(2 * self._plan_work(base))
                 self._try_float(recipe_of(result.selection))
                 raise SearchLimitError(result.stop_reason)
             self._try_float(recipe_of(result.selection))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,6 +177,29 @@ def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
     assert result.validation is not None
     assert result.validation.misses_target
     assert result.failures == ()
+
+
+def test_a_limit_of_work_keeps_the_float_blocks_found_so_far(
+    outlier_net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan with which the search for float blocks ends is built, also if the gain of algorithms is not known."""
+    search, search_plan = repair._Repair._search_float_blocks, repair.search_cheapest_plan
+
+    def search_until_limit(self: Any) -> None:
+        def use_up_work(*args: Any, **options: Any) -> Any:
+            result = search_plan(*args, **options)
+            self._request.budget.work = self._request.budget.limit
+            return replace(result, stop_reason="work")
+
+        monkeypatch.setattr(repair, "search_cheapest_plan", use_up_work)
+        search(self)
+
+    monkeypatch.setattr(repair._Repair, "_search_float_blocks", search_until_limit)
+    monkeypatch.setattr(repair._Repair, "_float_hopeless_blocks", lambda _: None)
+    trace = insert_net(outlier_net, algorithms=NO_SCALING).search.repair
+    assert trace.stop_reason == "work"
+    assert trace.float_blocks
+    assert trace.sqnr > trace.default_sqnr
 
 
 def test_ranges_of_blocks_leave_work_for_float_blocks(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
