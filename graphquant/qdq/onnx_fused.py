@@ -42,8 +42,8 @@ MIN_GATHER_BLOCK_SIZE = 16  # of GatherBlockQuantized, which requires a power of
 
 # docs/decisions/0076-fused-ops.md has the measurements.
 MIN_MODEL_ELEMENTS, MIN_MATRIX_ELEMENTS = 1 << 19, 1 << 14
-"""Smallest sum of all matrices of products, which then leave the processor's cache, and smallest matrix, that products
-read faster packed than as float, both with 1 and with 128 rows."""
+"""Smallest sum of all matrices of products, which then leave the processor's cache (twice as many at level 0), and
+smallest matrix, that products read faster packed than as float with one row."""
 
 FLOAT_LEVEL_BITS = 4  # width of weights that products in float read fast; others take ten times as long
 MIN_BYTE_BLOCK_SIZE = 128  # smallest blocks of bytes with which products of 128 rows are faster than in float
@@ -196,7 +196,7 @@ class FusedOnnxFamily(OnnxFamily):
             weight.bits == BITS_OF_BYTES and level == INT8_LEVEL and (request.block or 0) >= MIN_BYTE_BLOCK_SIZE
         )
         elements = math.prod(size or 0 for size in request.shape or ())
-        is_large = model_weights >= MIN_MODEL_ELEMENTS and elements >= MIN_MATRIX_ELEMENTS
+        is_large = model_weights >= MIN_MODEL_ELEMENTS << (level == FLOAT_LEVEL) and elements >= MIN_MATRIX_ELEMENTS
         is_faster = is_table or (is_fast and is_large)
         # Some releases compute level 4 wrong with zero points (https://github.com/microsoft/onnxruntime/issues/29853).
         levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
@@ -209,14 +209,13 @@ class FusedOnnxFamily(OnnxFamily):
             )
             for each in (levels if op_type else ())
         ]
-        dynamic, dynamic_type = [], ""
+        dynamic_type, dynamic_args = "", replace(args, form=DYNAMIC_FORM, accuracy_level=None)
         if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
             dynamic_type = DYNAMIC_PRODUCT
         elif request.symmetric and is_dynamic_lstm(graph.op(use.op), use.slot, weight):  # it has no zero points
             dynamic_type = DYNAMIC_LSTM
-        if dynamic_type and request.dtype == "float32":
-            dynamic_args = replace(args, form=DYNAMIC_FORM, accuracy_level=None)
-            dynamic.append(FusedForm(op_type=dynamic_type, bits=weight.bits, args=dynamic_args))
+        dynamic = [FusedForm(op_type=dynamic_type, bits=weight.bits, args=dynamic_args)]
+        dynamic = dynamic if dynamic_type and request.dtype == "float32" else []
         # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.
         is_foldable = request.is_parameter and request.dtype == "float32" and None not in (request.shape or (None,))
         folded_args = replace(args, form=FOLDED_FORM, accuracy_level=None)

@@ -36,14 +36,14 @@ INTEGER_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 SLICE_OPERANDS = 3  # start, end and axis
 SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
+TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
 DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
 
 DYNAMIC_QUANTIZE, SHARED_DYNAMIC_PRODUCT = "DynamicQuantizeLinear", "MatMulIntegerToFloat"
-SHARED_DYNAMIC_SLOTS = 7
-"""Inputs of the second one: values, weight, their scales, their zero points, and the bias."""
+SHARED_DYNAMIC_SLOTS = 7  # of the second one: values, weight, their scales, their zero points, and the bias
 
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
@@ -85,6 +85,16 @@ class _Lift:
     def tensor(self, constant: Op) -> TensorRef:
         """Return the tensor of a constant that the op reads."""
         return next(slot for slot in self.slots if slot is not None and self.model.op(slot) is constant)
+
+    @property
+    def is_transposed(self) -> bool:
+        """True if an op that graphquant wrote stands for a Gemm that transposes its weight."""
+        weight = self.slots[WEIGHT_SLOT]
+        return (
+            weight is not None
+            and bool(self.op.rule)
+            and weight.op.removesuffix(PACKED_SUFFIX).endswith(TRANSPOSED_SUFFIX)
+        )
 
     def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
         """Return the given constants with their own types and shapes."""
@@ -241,7 +251,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
         columns=int(op.numeric_attr("K", 0)),
         bits=bits,
         block=max(block, 1),
-        transposed=True,
+        transposed=not lift.is_transposed,
     )
     is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
     if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
@@ -265,24 +275,30 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
         None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale, zero_point)
     )
     has_zero_points = any(lift.slots[ZERO_POINT_SLOT : ZERO_POINT_SLOT + 1])
-    if shape is None or sizes not in {(), shape[1:2]} or zero_points != (sizes if has_zero_points else None):
+    if (
+        weight is None
+        or shape is None
+        or sizes not in {(), shape[1:2]}
+        or zero_points != (sizes if has_zero_points else None)
+    ):
         return []
-    constants = lift.as_read(weight, scale, zero_point)
-    dequantized = _add_weight(lift, (constants, {"axis": 1} if sizes else {}, {"form": DYNAMIC_FORM}))
-    return _lift_product(lift, dequantized, DYNAMIC_BIAS_SLOT)
+    constants, attrs = lift.as_read(weight, scale, zero_point), {"axis": int(not lift.is_transposed)} if sizes else {}
+    if lift.is_transposed:
+        read = partial(constant_value, weight)
+        constants[0] = (weight, weight.outputs[0].dtype or "", shape[::-1], lambda: np.array(read().T, order="C"))
+    return _lift_product(lift, _add_weight(lift, (constants, attrs, {"form": DYNAMIC_FORM})), DYNAMIC_BIAS_SLOT)
 
 
 def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a MatMulIntegerToFloat of a tensor that a DynamicQuantizeLinear rounds, as one that rounds it itself."""
-    values, weight, *others = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
-    scale, weight_scale, zero_point, *rest = others
-    rounded = None if values is None or values.graph != lift.graph.name else lift.graph.op(values.op)
-    if values is None or rounded is None or rounded.type != DYNAMIC_QUANTIZE:
+    slots = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
+    values, weight, scale, weight_scale, zero_point, *rest = slots
+    if values is None or values.graph != lift.graph.name or lift.graph.op(values.op).type != DYNAMIC_QUANTIZE:
         return []
     if (values, scale, zero_point) != tuple(values._replace(port=port) for port in range(3)):
         return []
-    slots = (lift.graph.slots(rounded.name)[0], weight, weight_scale, *rest)
-    return _lift_dynamic_product(replace(lift, slots=slots))
+    slots = [lift.graph.slots(values.op)[0], weight, weight_scale, *rest]
+    return _lift_dynamic_product(replace(lift, slots=tuple(slots)))
 
 
 def _lift_lstm(lift: _Lift) -> list[str]:
@@ -320,12 +336,10 @@ def _lift_lstm(lift: _Lift) -> list[str]:
 
 def _lift_moe(lift: _Lift) -> list[str]:
     """Replace a QMoE of 2, 4 or 8 bits by one DequantizeLinear for each weight and a MoE; return their names."""
-    op, attrs = lift.op, dict(lift.op.attrs)
+    op, attrs = lift.op, {name: value for name, value in lift.op.attrs.items() if name not in QMOE_ATTRS}
     bits, block = int(op.numeric_attr("expert_weight_bits", 4)), int(op.numeric_attr("block_size", 0))
     first_zero_point = MOE_FIRST_WEIGHT + 3 * MOE_WEIGHTS
     slots = [*lift.slots, *[None] * (first_zero_point + MOE_WEIGHTS)]
-    for name in QMOE_ATTRS:
-        attrs.pop(name, None)
     is_plain = op.text_attr("quant_type", "int") == "int" and bits in {2, 4, 8} and block > 0
     has_others = any(slots[first_zero_point + MOE_WEIGHTS :]) or any(
         "weight" in name and name != "normalize_routing_weights" for name in attrs
@@ -351,11 +365,9 @@ def _lift_moe(lift: _Lift) -> list[str]:
         if is_misfit or columns % block or not columns or _size(scale) != layout.rows * layout.blocks:
             return []
         shapes = (experts, rows, columns), (experts, rows, columns // block)
-        attrs_of_weight = {"axis": 2, "block_size": block}
-        weights[len(inputs)] = _packed_weight(lift, layout, shapes, attrs_of_weight, data, scale, zero_point)
+        split = {"axis": 2, "block_size": block}
+        weights[len(inputs)] = _packed_weight(lift, layout, shapes, split, data, scale, zero_point)
         inputs += [slots[position], slots[position + 2]]
-    while inputs[-1] is None:
-        inputs.pop()
     return _replace_layer(lift, MICROSOFT_DOMAIN_OPS["MoE"], "MoE", MICROSOFT_DOMAIN, inputs, attrs, weights)
 
 
@@ -411,13 +423,19 @@ def _replace_layer(
 
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
-    """Replace a fused product by MatMul and, with a bias, Add; return the names of its ops and of its weight."""
+    """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
     op, graph = lift.op, lift.graph
     bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
     output = op.outputs[0]
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
+    if lift.is_transposed or (op.rule and bias is not None and bias_slot == BIAS_SLOT):
+        gemm = DEFAULT_DOMAIN_OPS["Gemm"]
+        plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not lift.is_transposed)}
+        plain["attrs"] = {"transB": 1} if lift.is_transposed else {}
+        replace_op(graph, replace(op, **plain), inputs if bias is None else [*inputs, bias])
+        return [dequantized.op, op.name]
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
         return [dequantized.op, op.name]
@@ -431,10 +449,10 @@ def _lift_gather(lift: _Lift) -> list[str]:
     """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
     op = lift.op
     weight, scale, zero_point = lift.weight_constants(0, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int4", "uint4", "uint8"})
-    given = lift.slots[ZERO_POINT_SLOT] if len(lift.slots) > ZERO_POINT_SLOT else None
+    has_zero_points = any(lift.slots[ZERO_POINT_SLOT : ZERO_POINT_SLOT + 1])
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
     block = int(op.numeric_attr("block_size", 128))
-    if weight is None or scale is None or not shape or block < 1 or (given is None) != (zero_point is None):
+    if weight is None or scale is None or not shape or block < 1 or has_zero_points != (zero_point is not None):
         return []
     if weight.outputs[0].dtype == "uint8":
         return _lift_packed_gather(lift, weight, scale, zero_point)
@@ -442,10 +460,8 @@ def _lift_gather(lift: _Lift) -> list[str]:
     blocks = (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
     if any(fully_known_shape(each.outputs[0].shape) != blocks for each in (scale, zero_point) if each is not None):
         return []
-    constants = lift.as_read(weight, scale, zero_point)
-    return _replace_gather(
-        lift, _add_weight(lift, (constants, {"axis": axis, "block_size": block}, {"form": "packed"}))
-    )
+    constants, attrs = lift.as_read(weight, scale, zero_point), {"axis": axis, "block_size": block}
+    return _replace_gather(lift, _add_weight(lift, (constants, attrs, {"form": "packed"})))
 
 
 def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | None) -> list[str]:
@@ -480,7 +496,9 @@ def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op,
     attrs = {"axis": int(not layout.transposed), "block_size": layout.block}
     if layout.transposed:
         shapes = shapes[0][::-1], shapes[1][::-1]
-    elif layout.blocks == 1 and layout.bits == BITS_PER_BYTE:  # a scale per row of a table
+    elif (
+        layout.blocks == 1 and layout.bits == BITS_PER_BYTE and lift.op.type != "MatMulNBits"
+    ):  # a scale per row of a table
         shapes, attrs = (shapes[0], (layout.rows,)), {"axis": 0}
     return _add_weight(lift, _packed_weight(lift, layout, shapes, attrs, weight, scale, zero_point))
 
@@ -654,7 +672,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _unpacked_name(constant: Op) -> str:
     """Return the name of a constant before it was packed, or another name for one of another tool."""
-    name = constant.name.removesuffix(PACKED_SUFFIX)
+    name = constant.name.removesuffix(PACKED_SUFFIX).removesuffix(TRANSPOSED_SUFFIX)
     return name if name != constant.name else f"{name}/unpacked"
 
 

@@ -25,6 +25,7 @@ from graphquant.formats.onnx.fused_ops import (
     MOE_WEIGHTS,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
+    TRANSPOSED_SUFFIX,
     LiftedOp,
     MatrixLayout,
     add_constant,
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
     from graphquant.numerics import Array
 
+_LayerConstants = dict[TensorRef, list[TensorRef | None]]  # data, scale and zero point by the dequantized weight
 MIN_SHARED_READERS = 3  # of one tensor, for which one DynamicQuantizeLinear is as fast with a single row
-DYNAMIC_PARAMETERS = {"scale": "float32", "zero_point": "uint8"}  # types of the other results of DynamicQuantizeLinear
 
 
 def lower_fused_ops(model: Model) -> Model:
@@ -71,7 +72,7 @@ def lower_fused_ops(model: Model) -> Model:
     for (graph_name, _), record in model.source.lifted.items():
         if graph_name in lowered.graphs:
             _restore_unchanged(lowered, lowered.graphs[graph_name], record)
-    parameters, layer_constants = Parameters(lowered), dict[TensorRef, list[TensorRef | None]]()
+    parameters, layer_constants = Parameters(lowered), _LayerConstants()
     for graph_name, name in marked:
         graph = lowered.graphs[graph_name]
         if name in graph and (graph.op(name).fused_attrs or {}).get("form") == FOLDED_FORM:
@@ -116,11 +117,7 @@ def _packed_weight(graph: Graph, dequantize: Op, params: QParams) -> PackedWeigh
 
 
 def _lower_readers(
-    model: Model,
-    graph: Graph,
-    dequantize: Op,
-    parameters: Parameters,
-    layer_constants: dict[TensorRef, list[TensorRef | None]],
+    model: Model, graph: Graph, dequantize: Op, parameters: Parameters, layer_constants: _LayerConstants
 ) -> None:
     """Replace the readers of a dequantized weight that have a fused form, and the weight if no other op reads it.
 
@@ -171,12 +168,7 @@ def _lower_readers(
 
 
 def _lower_layer(
-    model: Model,
-    graph: Graph,
-    layer: Op,
-    attrs: Mapping[str, Any],
-    parameters: Parameters,
-    constants: dict[TensorRef, list[TensorRef | None]],
+    model: Model, graph: Graph, layer: Op, attrs: Mapping[str, Any], parameters: Parameters, constants: _LayerConstants
 ) -> bool:
     """Replace an LSTM or MoE by its fused op if it reads all its weights as dequantized ones of one form."""
     slots, weights = graph.slots(layer.name), dict[int, tuple[Op, PackedWeight, QParams]]()
@@ -195,8 +187,12 @@ def _lower_layer(
         weights[slot] = op, weight, params
     for slot, (op, weight, params) in weights.items():
         if slots[slot] not in constants:
-            add = _add_experts if layer.kind == "moe" else _add_gates
-            constants[TensorRef(graph.name, op.name)] = add(model, graph, op, weight, params)
+            layout, sizes = _matrix_layout(weight), (fully_known_shape(weight.shape) or ())[:-1]
+            constants[TensorRef(graph.name, op.name)] = (
+                _add_packed_weight(graph, op, layout, params, model, sizes=sizes)
+                if layer.kind == "moe"
+                else _add_gates(model, graph, op, weight, params)
+            )
     sources = {slot: TensorRef(graph.name, op.name) for slot, (op, *_) in weights.items()}
     inputs = _fused_layer_inputs(layer, slots, {slot: constants[tensor] for slot, tensor in sources.items()})
     first, weight, _ = next(iter(weights.values()))
@@ -226,18 +222,7 @@ def _fused_layer_inputs(
     padded = [*slots, *[None] * (MOE_FIRST_WEIGHT + 2 * MOE_WEIGHTS)]
     weights = {slot: [*constants.get(slot, []), None, None, None][:3] for slot in LAYER_WEIGHT_SLOTS[layer.type]}
     inputs = [*padded[:MOE_FIRST_WEIGHT], *(t for i, (d, s, _) in weights.items() for t in (d, s, padded[i + 1]))]
-    inputs += [zero_point for *_, zero_point in weights.values()]
-    while inputs[-1] is None:
-        inputs.pop()
-    return inputs
-
-
-def _add_experts(
-    model: Model, graph: Graph, dequantize: Op, weight: PackedWeight, params: QParams
-) -> list[TensorRef | None]:
-    """Add the packed weight of a QMoE, its scales and zero points."""
-    sizes = tuple(size or 0 for size in weight.shape or ())[:-1]
-    return _add_packed_weight(graph, dequantize, _matrix_layout(weight), params, model, sizes=sizes)
+    return [*inputs, *(zero_point for *_, zero_point in weights.values())]
 
 
 def _add_gates(
@@ -297,7 +282,13 @@ def _lower_dynamic_product(
     source, _, *bias = graph.slots(product.name)
     constants = [tensor for tensor in graph.slots(dequantize.name) if tensor is not None]
     if product.numeric_attr("transB", 0):
-        transposed[:] = transposed or [_transposed_constant(model, graph, constants[0])]
+        data, read = graph.output(constants[0]), partial(constant_value, model.op(constants[0]))
+        name, shape = f"{constants[0].op}{TRANSPOSED_SUFFIX}", fully_known_shape(data.shape) or ()
+        transposed[:] = transposed or [
+            add_constant(
+                graph, name, data.dtype, shape[::-1], lambda: np.array(read().T, order="C"), rule=dequantize.rule
+            )
+        ]
         constants = [*transposed, *constants[1:]]
     result, columns = product, graph.output(constants[0]).shape[-1:]
     readers = graph.consumers(TensorRef(graph.name, product.name))
@@ -326,7 +317,8 @@ def _share_rounded_inputs(graph: Graph) -> None:
         first = graph.op(names[0])
         fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": first.rule}
         rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
-        outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in DYNAMIC_PARAMETERS.items()]
+        parameters = (("scale", "float32"), ("zero_point", "uint8"))
+        outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
         rounded = replace(rounded, anchor=first.anchor, outputs=(*rounded.outputs, *outputs))
         graph.add_op(rounded, [source])
         values, scale, zero_point = (TensorRef(graph.name, rounded.name, port) for port in range(3))
@@ -334,17 +326,6 @@ def _share_rounded_inputs(graph: Graph) -> None:
             _, weight, weight_scale, *rest = graph.slots(name)
             inputs = [values, weight, scale, weight_scale, zero_point, *rest]
             replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
-
-
-def _transposed_constant(model: Model, graph: Graph, tensor: TensorRef) -> TensorRef:
-    """Return a new constant with the transposed value of a matrix."""
-    op, output = model.op(tensor), model.output(tensor)
-    shape = None if output.shape is None else output.shape[::-1]
-
-    def read_value() -> Array:
-        return np.ascontiguousarray(constant_value(op).T)
-
-    return add_constant(graph, f"{tensor.op}/transposed", output.dtype, shape, read_value, rule=op.rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +435,8 @@ def _add_packed_weight(
     def add(source: TensorRef, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> TensorRef:
         if sizes:
             shape = (*sizes, math.prod(shape) // layout.rows)
-        name = f"{source.op}{PACKED_SUFFIX}"
+        is_transposed = source is data and not sizes and not layout.transposed
+        name = f"{source.op}{TRANSPOSED_SUFFIX * is_transposed}{PACKED_SUFFIX}"
         return add_constant(graph, name, dtype, shape, lambda: read().reshape(shape), rule=dequantize.rule)
 
     read_data, read_scale = (model.op(tensor).read_value for tensor in (data, scale))

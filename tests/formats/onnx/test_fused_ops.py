@@ -431,6 +431,39 @@ def test_dynamic_products(tmp_path: Path, product: str, columns: int, rows: int,
     assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
 
 
+@pytest.mark.parametrize(
+    ("product", "types"),
+    {
+        "MatMul(x, w)": ["MatMul"],
+        "Gemm(x, w)": ["MatMul"],
+        "Gemm(x, w, b)": ["Gemm"],
+        "Gemm<transB = 1>(x, w)": ["Gemm"],
+        "Gemm<transB = 1>(x, w, b)": ["Gemm"],
+    }.items(),
+)
+@pytest.mark.parametrize(("dtype", "block"), [("int8", None), ("int4", 32), ("int8", 64)])
+def test_products_are_read_as_they_were(
+    tmp_path: Path, product: str, types: list[str], dtype: str, block: int | None
+) -> None:
+    """`strip` gives MatMul or Gemm back, also if a Gather reads the weight; a dynamic Gemm may be MatMul and Add."""
+    rng, form = np.random.default_rng(0), "dynamic" if block is None else "packed"
+    shape = (96, 64) if "transB" in product else (64, 96)
+    weights = {"w": rng.standard_normal(shape).astype(np.float32)}
+    if "b)" in product:
+        weights["b"] = rng.standard_normal(96).astype(np.float32)
+    outputs = f"float[n, 96] y, float[k, {shape[1]}] z"
+    source = parse(f"y = {product} z = Gather(w, i)", "float[n, 64] x, int64[k] i", outputs, weights)
+    onnx.save(source, tmp_path / "float.onnx")
+    per = "channel" if block is None else "block"
+    rules = write_rules(tmp_path / "r.toml", dtype, f'form = "{form}"', block=block, per=per)
+    result = gq.insert(tmp_path / "float.onnx", rules=rules)
+    written = gq.load(result.save(tmp_path / "fused.onnx", force=True))
+    assert onnx_format.emit(written).SerializeToString() == onnx_format.emit(result.model).SerializeToString()
+    counts = op_counts(onnx_format.emit(gq.strip(written).model))
+    types = ["MatMul", "Add"] if (form, product) == ("dynamic", "Gemm(x, w, b)") else types
+    assert counts == Counter([*types, "Gather"])
+
+
 def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:
     """A weight that several products read is stored once, and other ops read the float one."""
     weights = {"w": np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)}
