@@ -1,13 +1,14 @@
 """The inputs and outputs that two models share, and the tensors that are compared where outputs are not comparable.
 
 A softmax turns a small error of a few scores into a large one of probabilities. An op that selects rows, as the
-non-maximum suppression of a detector, returns other rows, in another order or number, if a score changes a little.
+non-maximum suppression of a detector, returns other rows, in another order or number, if a score changes a little. An
+output that is a sequence or a map is no tensor; those that it is made of are compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
@@ -46,6 +47,8 @@ SELECTING_TYPES = frozenset(
     }
 )
 """Op types that select rows by their values."""
+PACKING_TYPES = frozenset({"ZipMap", "SplitToSequence", "SequenceConstruct", "SequenceInsert", "Optional"})
+"""Op types whose output is no tensor."""
 
 
 def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
@@ -125,7 +128,7 @@ def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
 
 
 class Selection(NamedTuple):
-    """A use of a tensor from which an op selects rows; `is_ranking` if it selects the largest values."""
+    """A use of a tensor that is compared in place of outputs; `is_ranking` if its largest values are the result."""
 
     use: Use
     is_ranking: bool
@@ -197,8 +200,9 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     the same number of rows for all samples.
     """
     model = runner.model
+    found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
     if not any(_selects(op) for graph in model.graphs.values() for op in graph.ops()):
-        return {}, frozenset()
+        return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
         op = model.op(tensor)
@@ -208,7 +212,6 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
         return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, 0)) if op.kind == "identity" else None
 
     graphs = dict[str, _GraphSelections]()
-    found, replaced = dict[TensorRef, tuple[str, Selection]](), set[str]()
     for label, output in runner.output_tensors.items():
         tensor = follow_to_end(output, inner_tensor)
         if tensor.graph not in graphs:
@@ -217,6 +220,23 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
         found.update(selections)
         replaced |= {label} if selections else set()
     return dict(found.values()), frozenset(replaced)
+
+
+def _find_packed_tensors(model: Model, outputs: Container[TensorRef]) -> dict[TensorRef, tuple[str, Selection]]:
+    """Find the float tensors in outputs that are no tensors, without `outputs`, with a name for reports."""
+    graph, found = model.main, dict[TensorRef, tuple[str, Selection]]()
+
+    def packing_ops(name: str) -> Iterable[str]:
+        return [source for source in graph.predecessors(name) if graph.op(source).type in PACKING_TYPES]
+
+    for name in reachable([name for output in graph.outputs for name in packing_ops(output)], packing_ops):
+        op_type = graph.op(name).type
+        for slot, tensor in enumerate(graph.slots(name)):
+            is_float = tensor is not None and model.output(tensor).dtype in FLOAT_TYPES
+            if tensor and is_float and tensor not in outputs and model.op(tensor).type not in PACKING_TYPES:
+                selection = Selection(Use(graph.name, name, slot), is_ranking=op_type == "ZipMap")
+                found[tensor] = f"{tensor} before {op_type}", selection
+    return found
 
 
 class _GraphSelections:

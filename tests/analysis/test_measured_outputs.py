@@ -113,6 +113,48 @@ def test_compared_tensors(tmp_path: Path, body: str, outputs: str, compared: lis
     assert all(output.sqnr > 20 for output in figures)
 
 
+@pytest.mark.parametrize(
+    ("packing", "output", "compared", "agreement"),
+    [
+        (
+            "y = ai.onnx.ml.ZipMap<classlabels_int64s=[0,1,2,3,4,5]>(scores)",
+            onnx.helper.make_sequence_type_proto(
+                onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, onnx.helper.make_tensor_type_proto(1, []))
+            ),
+            {"scores:0 before ZipMap"},
+            True,
+        ),
+        (
+            "y = SplitToSequence(scores)",
+            onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, None)),
+            {"scores:0 before SplitToSequence"},
+            False,
+        ),
+        (
+            "first = SequenceConstruct(hidden) y = SequenceInsert(first, scores)",
+            onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(1, None)),
+            {"hidden:0 before SequenceConstruct", "scores:0 before SequenceInsert"},
+            False,
+        ),
+    ],
+    ids=["map", "split", "insert"],
+)
+def test_outputs_that_are_no_tensors(tmp_path: Path, packing, output, compared, agreement) -> None:
+    """The tensors in an output that is a sequence or a map are compared, and class scores only in a map."""
+    body = f"{{ hidden = Relu(x) logits = MatMul(hidden, w) scores = Softmax(logits) {packing} }}"
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17, "ai.onnx.ml" : 2]> g (float[N,128] x) => (float[N,6] y) ' + body
+    )
+    rng = np.random.default_rng(5)
+    model.graph.output[0].type.CopyFrom(output)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=(128, 6)).astype("f4"), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    data = {"x": rng.normal(size=(64, 128)).astype("f4")}
+    outputs = gq.insert(tmp_path / "m.onnx", data=data, rules="generic").validation.comparison.outputs
+    assert {figures.name for figures in outputs} == compared
+    assert all(figures.sqnr > 15 and (figures.agreement is not None) == agreement for figures in outputs)
+
+
 def test_bound_of_detector(tmp_path: Path, cli) -> None:
     """A bound applies to the tensors before the selection, and no class scores are read from boxes."""
     path = save_detector(tmp_path, SUPPRESSION + ROWS, PICKED)
