@@ -49,13 +49,7 @@ class OutputTally:
     """Running figures of one output."""
 
     def __init__(
-        self,
-        name: str,
-        quantized_name: str,
-        *,
-        batched: bool,
-        vocabulary: int | None = None,
-        has_classes: bool = True,
+        self, name: str, quantized_name: str, *, batched: bool, vocabulary: int | None = None, has_classes: bool = True
     ) -> None:
         """Create an empty tally; with `batched`, the first axis counts samples.
 

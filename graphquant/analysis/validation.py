@@ -27,13 +27,7 @@ from graphquant.analysis.comparison import (
     ignore_overflow,
     rows_to_show_share,
 )
-from graphquant.analysis.measured_outputs import (
-    match_inputs,
-    match_outputs,
-    read_scores,
-    scores_sqnr,
-    with_selections,
-)
+from graphquant.analysis.measured_outputs import match_inputs, match_outputs, read_scores, scores_sqnr, with_selections
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
@@ -41,13 +35,7 @@ from graphquant.calibration import estimate_footprint, is_batch_independent, mea
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
-from graphquant.ir import (
-    Model,
-    TensorRef,
-    count_macs,
-    qualified_op_name,
-    unsized_tensors,
-)
+from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.text import format_distinct
 

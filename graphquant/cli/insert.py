@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.cli.options import (
-    FORCE,
-    HTML,
-    PATH,
-    GroupedCommand,
-    collect_options,
-    example_lines,
-    options_of,
-)
+from graphquant.cli.options import FORCE, HTML, PATH, GroupedCommand, collect_options, example_lines, options_of
 from graphquant.cli.output import (
     lock_output_of_command,
     print_notes,

@@ -49,11 +49,7 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
     process = subprocess.run(  # noqa: S603  # this program, without a shell
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, errors="replace"
     )
-    return {
-        "exit_code": process.returncode,
-        "output": _shorten(process.stdout),
-        "messages": _shorten(process.stderr),
-    }
+    return {"exit_code": process.returncode, "output": _shorten(process.stdout), "messages": _shorten(process.stderr)}
 
 
 def _refuse_code(data: str) -> str:

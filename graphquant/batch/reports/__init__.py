@@ -21,15 +21,7 @@ from graphquant.batch.reports.text import (
     report_notices,
     status_text,
 )
-from graphquant.batch.types import (
-    TIME_KEYS,
-    BatchReport,
-    ChangeKind,
-    Level,
-    Outcome,
-    OutcomeChange,
-    record_json,
-)
+from graphquant.batch.types import TIME_KEYS, BatchReport, ChangeKind, Level, Outcome, OutcomeChange, record_json
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.check_report import github_annotations, sarif_log
