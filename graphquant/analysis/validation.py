@@ -165,7 +165,7 @@ class Validation:
     def failures(self) -> tuple[str, ...]:
         """Messages about missed bounds. Without bounds, each output must reach `target_sqnr`."""
         if self.comparison is None:
-            return (f"the model could not be measured: {self.problem}",)
+            return (f"the model could not be measured: {self.problem.rstrip('.')}",)
         comparison, bounds = self.comparison, self.bounds or Bounds(min_sqnr=self.target_sqnr)
         problems = [
             f"output {output.name!r} cannot be compared: {output.problem}"

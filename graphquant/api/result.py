@@ -145,11 +145,12 @@ class Result(HtmlRepresentation):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Reasons for exit code 1: missed bounds, and if `strict` the reasons of `strict_failures`."""
+        """Reasons for exit code 1: missed bounds, no measurement, and if `strict` those of `strict_failures`."""
         if self.strict:
             return self.strict_failures
         validation = self._measured
-        return validation.failures if validation is not None and validation.bounds else ()
+        is_required = validation is not None and (validation.bounds or validation.comparison is None)
+        return validation.failures if validation is not None and is_required else ()
 
     @property
     def strict_failures(self) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
         lines.append(
             plain_line(f"{message} there. -o NAME.tflite writes a file that runs on integers.", style="yellow")
         )
-    if result.unjudged_reason:
+    if result.unjudged_reason and not result.failures:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         lines.append(plain_line(message, style="yellow"))
     return lines

@@ -351,7 +351,7 @@ def test_rejection_of_an_op_written_for_another(labelled_net: Path, written: str
 
 
 def test_models_with_unknown_ops_are_not_judged(labelled_net: Path) -> None:
-    """If onnxruntime does not load the float model either, the result is written with a note."""
+    """If onnxruntime does not load the float model either, there is a note, and with data a failed validation."""
     text = (
         '<ir_version: 8, opset_import: ["": 13, "own": 1]> g (float[4, 8] x) => (y) { m = MatMul(x, w) y = own.Op(m) }'
     )
@@ -362,6 +362,10 @@ def test_models_with_unknown_ops_are_not_judged(labelled_net: Path) -> None:
     assert result.inserted
     assert "own" in result.unjudged_reason
     assert not gq.insert(labelled_net / "net.onnx", rules="weight_only").unjudged_reason
+    assert not result.failures
+    measured = gq.insert(labelled_net / "own.onnx", data={"x": np.ones((4, 8), np.float32)}, rules="weight_only")
+    assert measured.inserted
+    assert len(measured.failures) == 1
 
 
 @pytest.mark.parametrize(("smallest", "exit_code"), [(1e-6, 1), (0.0, 0)])
