@@ -157,7 +157,11 @@ def in_framework(case: Case, data: Path, folder: Path) -> Row:
 
 def as_lite(case: Case, data: Path, folder: Path) -> Row:
     """As TFLite runs it."""
-    from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
+    from graphquant.formats.tensorflow.tflite_converter import (
+        convert_signatures,
+        join_tflite_files,
+        prepare_interpreter,
+    )
 
     row, source = Row(name=f"{case.name}, TFLite"), convert.freeze(gq.load(case.model))
 
@@ -170,7 +174,7 @@ def as_lite(case: Case, data: Path, folder: Path) -> Row:
         return starting(path.read_bytes())
 
     try:
-        plain = starting(run_tflite_converter(source))
+        plain = starting(join_tflite_files(convert_signatures(source)))
         row.judge("default", written(gq.insert(source, data=str(data))), plain)
         made = gq.insert(source, data=str(data), optimize="latency", runtime="tflite", allow_empty=True)
         row.optimized(made, lambda: written(made), plain)

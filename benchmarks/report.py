@@ -269,14 +269,18 @@ def to_floats(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
 
 def measure_latency(job: Job, tool: str, figures: Figures) -> None:
     """Time the result beside float."""
-    from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
+    from graphquant.formats.tensorflow.tflite_converter import (
+        convert_signatures,
+        join_tflite_files,
+        prepare_interpreter,
+    )
 
     out = job.output(tool)
     starts: list[Callable[[], Callable[[], object]]] = []
     if out.suffix == ".tflite":
         plain = job.output(FLOAT_TFLITE)
         if not plain.exists():  # TensorFlow's converter rejects the SavedModel as it is
-            plain.write_bytes(run_tflite_converter(convert.freeze(gq.load(job.case.model))))
+            plain.write_bytes(join_tflite_files(convert_signatures(convert.freeze(gq.load(job.case.model)))))
         files = [path.read_bytes() for path in (out, plain)]
         starts = [lambda data=data: prepare_interpreter(data) for data in files]  # type: ignore[misc]  # bound now
         count = 1

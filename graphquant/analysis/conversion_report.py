@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,10 +26,9 @@ from graphquant.ir import (
     TensorRef,
     Use,
     connected_groups,
-    fully_known_shape,
 )
 from graphquant.numerics import Array, DynamicQParams, QParams, dequantize, quantize
-from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
+from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names, may_have_same_size
 from graphquant.utils import HtmlRepresentation
 
 if TYPE_CHECKING:
@@ -250,12 +248,10 @@ def _is_renamed(model: Model, insertion: InsertedPair, stored: _StoredTensor) ->
     """Return True if a tensor of the converted model has the size and exactly the numbers of a planned one."""
     if isinstance(insertion.params, DynamicQParams) or stored.runtime is None:
         return False
-    shape, stored_shape = model.output(insertion.site.tensor).shape, stored.output.shape
-    if not insertion.site.parameter:  # a batch of another size
-        shape, stored_shape = shape and shape[1:], stored_shape and stored_shape[1:]
-    sizes = [fully_known_shape(known) for known in (shape, stored_shape) if known is not None]
-    known_sizes = {math.prod(known) for known in sizes if known is not None}
-    return len(known_sizes) <= 1 and not _describe_difference(_planned_numbers(insertion.params), stored.runtime, None)
+    shapes = model.output(insertion.site.tensor).shape, stored.output.shape
+    return may_have_same_size(*shapes, first_axis=not insertion.site.parameter) and not _describe_difference(
+        _planned_numbers(insertion.params), stored.runtime, None
+    )
 
 
 def _with_equal_tensors(
@@ -352,49 +348,42 @@ def _readers(graph: Graph, tensor: TensorRef) -> Iterator[str]:
                 pending.append(passed)
 
 
-def find_clipped_tensors(converted: Model) -> Iterator[tuple[str, str]]:
-    """Yield tensors that got the fixed range of a Sigmoid, Softmax or Tanh beside which an op joins them, and that op.
+_MAX_SUM_RESCALING = 2**19  # for int8; int16 sums beyond 2**14 are float in the files of the converter
+_COMPARISONS = frozenset({"EQUAL", "GREATER", "GREATER_EQUAL", "LESS", "LESS_EQUAL", "NOT_EQUAL"})
 
-    TFLite joins only tensors of one scale. The converter passes the fixed one to the other inputs, whose values beyond
-    it are then clipped.
+
+def find_wrong_kernel(converted: Model) -> str | None:
+    """Return an int8 op whose TFLite kernel, or whose scale from the converter, is wrong.
+
+    ADD aborts the process if an input has a scale so much above that of the output. Comparisons round to multiples of
+    1/256 and overflow at 2**15. TFLite joins only tensors of one scale: the converter passes the fixed range of a
+    Sigmoid, Softmax or Tanh to the other inputs, whose values beyond it are then clipped.
     """
     for graph in converted.graphs.values():
         for op in graph.ops():
-            stored = op.outputs[0].quantization if op.kind in CONCATENATING_KINDS else None
-            if stored is None or not stored.scale.size:
+            if op.type != "ADD" and op.type not in _COMPARISONS and op.kind not in CONCATENATING_KINDS:
                 continue
-            sources = [graph.op(slot.op) for slot in graph.slots(op.name) if slot is not None]
-            behind = [graph.slots(source.name)[0] for source in sources if source.kind == "quantize"]
-            origins = [*sources, *(graph.op(slot.op) for slot in behind if slot is not None)]
-            if any(origin.kind in BOUNDED_KINDS for origin in origins):
-                for source in sources:
-                    if source.kind in WEIGHTED_KINDS and _has_numbers_of(source.outputs[0], op.outputs[0]):
-                        yield source.outputs[0].name, op.outputs[0].name
-
-
-_MAX_SUM_RESCALING = 2**19  # for int8; int16 sums beyond 2**14 are float in the files of the converter
-
-
-def find_aborting_sum(converted: Model) -> str | None:
-    """Return an int8 sum with an input whose scale is so much above its own that TFLite's ADD aborts the process."""
-    for graph in converted.graphs.values():
-        for op in graph.ops():
-            stored = op.outputs[0].quantization if op.type == "ADD" else None
-            if stored is None or not stored.scale.size:
-                continue
-            inputs = [graph.output(slot).quantization for slot in graph.slots(op.name) if slot is not None]
-            largest = max((float(entry.scale.max()) for entry in inputs if entry and entry.scale.size), default=0.0)
-            if largest >= _MAX_SUM_RESCALING * float(stored.scale[0]):
+            entries = [graph.output(slot).quantization for slot in graph.slots(op.name) if slot is not None]
+            stored = op.outputs[0].quantization
+            largest = max((float(entry.scale.max()) for entry in entries if entry and entry.scale.size), default=0.0)
+            limit = 0.0 if stored is None or not stored.scale.size else _MAX_SUM_RESCALING * float(stored.scale[0])
+            is_clipping = op.kind in CONCATENATING_KINDS and limit > 0 and _clips_an_input(graph, op)
+            if is_clipping or (op.type in _COMPARISONS and largest) or (op.type == "ADD" and 0 < limit <= largest):
                 return op.outputs[0].name
     return None
 
 
-def _has_numbers_of(output: Output, other: Output) -> bool:
-    """Return True if two tensors of a converted model have the same scale and zero point."""
-    first, second = output.quantization, other.quantization
-    if first is None or second is None:
-        return False
-    return np.array_equal(first.scale, second.scale) and np.array_equal(first.zero_point, second.zero_point)
+def _clips_an_input(graph: Graph, op: Op) -> bool:
+    """Return True if a product has the scale of `op`, which joins it to a result with a fixed range."""
+    sources = [graph.op(slot.op) for slot in graph.slots(op.name) if slot is not None]
+    behind = [graph.slots(source.name)[0] for source in sources if source.kind == "quantize"]
+    origins = [*sources, *(graph.op(slot.op) for slot in behind if slot is not None)]
+    joined = op.outputs[0].quantization
+    return any(origin.kind in BOUNDED_KINDS for origin in origins) and any(
+        np.array_equal(stored.scale, joined.scale) and np.array_equal(stored.zero_point, joined.zero_point)
+        for source in sources
+        if source.kind in WEIGHTED_KINDS and joined and (stored := source.outputs[0].quantization)
+    )
 
 
 def join_reports(reports: Sequence[ConversionReport]) -> ConversionReport:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant.analysis.conversion_report import (
     ConversionReport,
     compare_conversion,
-    find_aborting_sum,
-    find_clipped_tensors,
+    find_wrong_kernel,
     join_reports,
 )
 from graphquant.analysis.validation import DEFAULT_MIN_SQNR, OPTIMIZER_LOSS, validate_model
@@ -58,9 +57,9 @@ def require_convertible(model: Model) -> None:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The converter refuses the model.
     """
-    from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter
+    from graphquant.formats.tensorflow.tflite_converter import convert_signatures
 
-    run_tflite_converter(model)
+    convert_signatures(model)
 
 
 def convert_to_tflite(
@@ -125,7 +124,7 @@ def convert_to_tflite(
         )
     files = convert_signatures(result.model, io)
     converted = [parse_tflite(data) for data in files]
-    if any(find_aborting_sum(model) or any(find_clipped_tensors(model)) for model in converted):
+    if any(map(find_wrong_kernel, converted)):
         files = convert_signatures(result.model, io, keep_float=True)
         converted = [parse_tflite(data) for data in files]
     report = join_reports(

@@ -18,7 +18,7 @@ import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError, UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, paused_gc
+from graphquant.ir import FLOAT_TYPES, LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, paused_gc
 from graphquant.observers import OBSERVERS, histogram_bits
 from graphquant.quantize import look_through_dropped_ops
 from graphquant.rules import ObserverConfig
@@ -103,10 +103,7 @@ class _FingerprintHasher:
         self._overrides = overrides
         self._parameters = Parameters(model)
         self._live = set(model.reachable_graphs())
-        self._callers: dict[str, list[tuple[Use, Any]]] = {
-            name: [(use, call) for use, call in calls if use.graph in self._live]
-            for name, calls in model.callers().items()
-        }
+        self._callers = model.callers(self._live)
         self._digests: dict[_FingerprintNode, bytes] = {}
         graph: nx.DiGraph[_FingerprintNode] = nx.DiGraph()
         for name in model.reachable_graphs():

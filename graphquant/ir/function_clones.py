@@ -46,17 +46,15 @@ class FunctionClones:
         self._model = model
         self._parameters = parameters
         reachable = set(model.reachable_graphs())
-        self.clone_graphs = [
-            name
-            for name in model.graphs_reachable_from(model.saved_functions)
-            if name not in reachable and name not in model.saved_functions
-        ]
+        callable_graphs = model.graphs_reachable_from(model.saved_functions)
+        originals = {*reachable, *model.saved_functions}
+        self.clone_graphs = [name for name in callable_graphs if name not in originals]
         self._clone_graph_set = set(self.clone_graphs)
         self._input_positions: dict[str, dict[str, int]] = {}
         self._variable_reads: dict[OpKey, VariableReads] = {}
         self._originals: dict[OpKey, OpKey | None] = {}
         if self.clone_graphs:
-            self._callers = model.callers()
+            self._callers = model.callers(reachable.union(callable_graphs))
             self._spread_pairs([*self._pairs_by_variables(), *self._pairs_by_shared_functions()])
 
     def original_op(self, clone_graph: str, op_name: str) -> OpKey | None:

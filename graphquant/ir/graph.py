@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, ModelError, UsageError
@@ -43,6 +44,7 @@ Edges = dict[str, dict[Any, dict[str, int]]]
 """Edges of one op with each other op: data of each edge by its key."""
 
 CONTROL_EDGE = "control"
+_BUILD_LOCK = RLock()
 
 
 @contextmanager
@@ -87,6 +89,28 @@ class Graph:
         # Names that new ops must not get. Graphs whose values share one name space share the set.
         self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
         self._single_edges: dict[tuple[Any, int | None], dict[Any, dict[str, int]]] = {}  # of pairs, by slot and port
+
+    @classmethod
+    def deferred(cls, name: str, graphs: dict[str, Graph], build: Callable[[dict[str, Graph]], Graph]) -> Graph:
+        """Return a function that `build` makes for the model with `graphs` when its ops are first read."""
+        graph = cls.__new__(cls)
+        vars(graph).update(name=name, graphs=graphs, parent=None, _build=build)
+        return graph
+
+    if not TYPE_CHECKING:  # else mypy would accept any attribute
+
+        def __getattr__(self, attribute: str) -> Any:
+            with _BUILD_LOCK:
+                if not self.is_built:
+                    # All at once, so that another thread never reads a part of the graph.
+                    vars(self).update(vars(self._build(self.graphs)))
+                    del self._build
+            return object.__getattribute__(self, attribute)
+
+    @property
+    def is_built(self) -> bool:
+        """False for a deferred graph whose ops were not read yet."""
+        return "_build" not in vars(self)
 
     @property
     def is_function(self) -> bool:
@@ -396,11 +420,11 @@ class Model(HtmlRepresentation):
         """Return the `Output` of `tensor`."""
         return self.op(tensor).outputs[tensor.port]
 
-    def callers(self) -> dict[str, list[tuple[Use, Call]]]:
-        """Return the ops that run each graph, as (`Use` of the op with slot 0, `Call`)."""
+    def callers(self, names: Container[str] | None = None) -> dict[str, list[tuple[Use, Call]]]:
+        """Return the ops of the graphs `names`, or of all, that run each graph: (`Use` with slot 0, `Call`)."""
         callers_of: dict[str, list[tuple[Use, Call]]] = {}
         for graph in self.graphs.values():
-            for op in graph.ops():
+            for op in graph.ops() if names is None or graph.name in names else ():
                 for call in op.calls:
                     callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
         return callers_of
@@ -452,6 +476,9 @@ class Model(HtmlRepresentation):
         name_spaces: dict[int, set[str]] = {}
         with paused_gc():
             for name, graph in self.graphs.items():
+                if not graph.is_built:
+                    graphs[name] = Graph.deferred(name, graphs, vars(graph)["_build"])
+                    continue
                 reserved_names = name_spaces.setdefault(id(graph.reserved_names), set(graph.reserved_names))
                 graphs[name] = graph.copy(graphs, reserved_names)
         return replace(self, graphs=graphs, provenance=None, original_model=None)
@@ -515,9 +542,10 @@ def check_invariants(model: Model, stage: str) -> None:
 
     The message of an error names `stage`, the stage that just ended. Raises an InternalError if an invariant is broken.
     """
-    for graph in model.graphs.values():
+    built = [graph for graph in model.graphs.values() if graph.is_built]
+    for graph in built:
         _check_graph_ends(graph, stage)
-    for graph in model.graphs.values():
+    for graph in built:
         _check_slots(graph, stage)
         if model.traits.acyclic and len(graph.topological_order()) < len(graph):
             import networkx as nx  # imported for the message only; find_cycle is slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from graphquant.ir.kinds import (
     STORED_KINDS,
     TRANSPARENT_KINDS,
 )
-from graphquant.ir.types import Op, Shape, TensorRef, Use, follow_to_end, reachable
+from graphquant.ir.types import Call, Op, Shape, TensorRef, Use, follow_to_end, reachable
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Model
@@ -43,15 +44,16 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        runnable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
-        self._callers = {
-            # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
-            name: [(use, call) for use, call in calls if name not in runnable or use.graph in runnable]
-            for name, calls in model.callers().items()
-        }
+        self._runnable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
+        # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
+        self._callers = model.callers(self._runnable)
         self._sources: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
         self._input_positions: dict[str, dict[str, int]] = {}
         self._root_tensors: dict[TensorRef, TensorRef] = {}
+
+    @cached_property
+    def _all_callers(self) -> dict[str, list[tuple[Use, Call]]]:
+        return self._model.callers()
 
     def is_parameter(self, tensor: TensorRef) -> bool:
         """Return True if the value of `tensor` is known before the model runs."""
@@ -191,7 +193,8 @@ class Parameters:
 
     def _argument_sources(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
         """Return the tensors that callers of a function pass for the argument `op`; None if some are unknown."""
-        if not self._callers.get(tensor.graph):
+        callers = (self._callers if tensor.graph in self._runnable else self._all_callers).get(tensor.graph, ())
+        if not callers:
             return None
         if tensor.graph not in self._input_positions:
             names = self._model.graphs[tensor.graph].inputs
@@ -200,7 +203,7 @@ class Parameters:
         if position is None:
             return None
         operands: dict[TensorRef, None] = {}
-        for caller, call in self._callers[tensor.graph]:
+        for caller, call in callers:
             operand = self._model.passed_operand(caller, call, position)
             if operand is None or (call.loop and not self._is_passed_through(call.graph, position)):
                 return None

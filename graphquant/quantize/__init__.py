@@ -35,6 +35,7 @@ from graphquant.quantize.tflite_ranges import (
     RangeTransfer,
     iterate_equivalent_tensors,
     match_tensor_names,
+    may_have_same_size,
     read_name_map,
     transfer_ranges,
 )

@@ -90,7 +90,7 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
         ):
             last_tensor = _last_folded_tensor(model, parameters, candidate, part_counts)
             ref = _innermost_producer(model, last_tensor)
-            if _may_have_same_size(model.output(ref).shape, activations[name].shape):
+            if may_have_same_size(model.output(ref).shape, activations[name].shape):
                 claims.setdefault(ref, []).append(name)
                 direct_claims.setdefault(last_tensor, []).append(name)
     return {
@@ -143,11 +143,10 @@ def _strip_name_counter(name: str, names: Collection[str]) -> str:
     return next((name[:-cut] for cut in range(1, digits + 1) if name[:-cut] in names), name)
 
 
-def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
-    """Return True if two tensors may have the same number of elements per sample. Data formats may differ."""
-    sample_shapes = [fully_known_shape(shape[1:]) for shape in (first, second) if shape is not None]
-    known_sizes = {math.prod(shape) for shape in sample_shapes if shape is not None}
-    return len(known_sizes) <= 1
+def may_have_same_size(*shapes: Shape | None, first_axis: int = 1) -> bool:
+    """Return True if tensors may have the same number of elements per sample. Data formats may differ."""
+    sizes = [fully_known_shape(shape[first_axis:]) for shape in shapes if shape is not None]
+    return len({math.prod(known) for known in sizes if known is not None}) <= 1
 
 
 def _find_fused_tensors(
@@ -331,7 +330,14 @@ def transfer_ranges(
         ):
             missing.append(site.tensor)
     if not transferred:
-        raise UsageError(_no_match_message(source, plan, list(activations)))
+        planned_names = list(dict.fromkeys(str(site.tensor) for site in plan.sites if not site.parameter))
+        file_names_text = ", ".join(map(repr, list(activations)[:3])) or "none quantized"
+        suggestion = did_you_mean(planned_names[0].rpartition(":")[0], list(activations)) if planned_names else ""
+        raise UsageError(
+            f"{source.path or 'The TFLite model'} has none of the tensors that the plan quantizes. It has"
+            f" {file_names_text}; the plan has {', '.join(planned_names[:3]) or 'none'}.{suggestion}"
+            " Map the names in a file for --ranges-map."
+        )
     scaled_names = (name for name, output in activations.items() if stored_quantization(output).scale.size)
     report = RangeTransfer(
         path=source.path,
@@ -408,15 +414,4 @@ def _scheme_allows(site: Site, dtype: str, scale: list[float], zero_points: list
         and (scheme.zero != "symmetric" or all(value == scheme.type.symmetric_zero_point for value in zero_points))
         and (scheme.scale != "power-of-two" or all(math.frexp(value)[0] == 0.5 for value in scale))  # noqa: PLR2004
         and (len(scale) == 1) == (site.axis is None)
-    )
-
-
-def _no_match_message(source: Model, plan: Plan, names: list[str]) -> str:
-    planned_names = list(dict.fromkeys(str(site.tensor) for site in plan.sites if not site.parameter))
-    file_names_text = ", ".join(repr(name) for name in names[:3]) or "none quantized"
-    suggestion = did_you_mean(planned_names[0].rpartition(":")[0], names) if planned_names else ""
-    return (
-        f"{source.path or 'The TFLite model'} has none of the tensors that the plan quantizes. It has"
-        f" {file_names_text}; the plan has {', '.join(planned_names[:3]) or 'none'}.{suggestion}"
-        " Map the names in a file for --ranges-map."
     )

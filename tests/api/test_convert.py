@@ -14,7 +14,7 @@ from support.measurements import print_measurement, sqnr_db
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.analysis.conversion_report import find_aborting_sum
+from graphquant.analysis.conversion_report import find_wrong_kernel
 from graphquant.api.convert import convert_to_tflite, freeze, require_convertible
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tflite import parse_tflite
@@ -505,10 +505,28 @@ def test_sums_that_abort_the_process_are_found() -> None:
         )
         converter = tf.lite.TFLiteConverter.from_concrete_functions([net.get_concrete_function()])
         converter.optimizations = [tf.lite.Optimize.DEFAULT]
-        return find_aborting_sum(parse_tflite(converter.convert()))
+        return find_wrong_kernel(parse_tflite(converter.convert()))
 
     assert aborting_sum(1.0) is None
     assert aborting_sum(128 / 2**20) is not None
+
+
+@pytest.mark.parametrize(("factor", "threshold"), [(1.0, -1e9), (1e-3, 2e-4)])
+def test_comparisons_stay_float(tmp_path: Path, factor: float, threshold: float) -> None:
+    """TFLite's int8 comparisons are wrong beside a large constant and below 1/256. In float they decide as planned."""
+    tf = pytest.importorskip("tensorflow")
+    kernel = np.random.default_rng(3).normal(size=(6, 4)).astype(np.float32)
+
+    def net(x: Any) -> Any:
+        product = x @ kernel
+        return tf.where(tf.reduce_mean(tf.abs(x)) * factor > threshold, tf.nn.relu(product), product)
+
+    samples = np.random.default_rng(4).normal(size=(32, 6)).astype(np.float32)
+    conversion, data = conversion_of(tmp_path, net, (1, 6))
+    assert "GREATER" in {op.type for op in conversion.float_ops}
+    results = tflite_outputs(tf.lite.Interpreter(model_content=data), samples)
+    expected = np.concatenate([net(sample[None]).numpy() for sample in samples])
+    assert sqnr_db(expected, results.reshape(expected.shape)) > 20
 
 
 def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:

@@ -51,9 +51,13 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
 
 def prepare_timed_tflite_run(model: Model) -> Callable[[], object]:
     """Prepare a run of a frozen model's TFLite file, on one thread."""
-    from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
+    from graphquant.formats.tensorflow.tflite_converter import (
+        convert_signatures,
+        join_tflite_files,
+        prepare_interpreter,
+    )
 
-    return prepare_interpreter(run_tflite_converter(model))
+    return prepare_interpreter(join_tflite_files(convert_signatures(model)))
 
 
 def profile_ops(model: Model, feeds: Sequence[Feeds]) -> None:  # the protocol's signature

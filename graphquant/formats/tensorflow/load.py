@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,19 +73,18 @@ class _ModelLoader:
         main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_filename]
         if self._meta is None or not self._add_signatures(main, self._meta.signature_def):
             _add_sink_outputs(main)
+        _mark_identities(main)
         for name, function in self._functions.items():
-            self._add_function(name, function)
-        # A function with a gradient of its own, such as a SiLU, ends in an IdentityN that passes its arguments to it.
-        for graph in self._model.graphs.values():
-            for op in [op for op in graph.ops() if op.type == "IdentityN"]:
-                if set(graph.consumers_by_port(op.name)) <= {0}:
-                    graph.replace_op(replace(op, kind="identity"))
+            build = partial(self._build_function, name, function)
+            self._model.graphs[name] = Graph.deferred(name, self._model.graphs, build)
         if self._meta is not None:
             add_saved_functions(self._model, self._meta.object_graph_def, self._variables)
+        # This builds the functions that a signature or Python code calls. Few commands read the others, often most.
+        self._model.graphs_reachable_from((*self._model.entry_graphs, *self._model.saved_functions))
         return self._model
 
-    def _add_function(self, name: str, function: Any) -> None:
-        graph = self._model.graphs[name] = Graph(name, self._model.graphs)
+    def _build_function(self, name: str, function: Any, graphs: dict[str, Graph]) -> Graph:
+        graph = Graph(name, graphs)
         arguments: dict[str, str | None] = {}
         for index, arg in enumerate(function.signature.input_arg):
             if arg.name in arguments or not arg.name:
@@ -105,6 +105,8 @@ class _ModelLoader:
         self._fill_graph(graph, function.node_def, names)
         for label, tensor in results:
             add_output(graph, label, tensor)
+        _mark_identities(graph)
+        return graph
 
     def _fill_graph(self, graph: Graph, nodes: Iterable[Any], names: TensorNames) -> None:
         """Add an op for each node, then wire the ops. Loops need all ops before their edges."""
@@ -125,7 +127,7 @@ class _ModelLoader:
     def _make_op(self, node: Any, inputs: int, names: TensorNames, *, is_saver: bool) -> Op:
         op_info = describe_tf_op(node.op, node.attr, inputs)
         calls = self._function_calls(node)
-        kind = "call" if self._is_function(node.op) else op_info.kind
+        kind = "call" if calls and not calls[0].attr else op_info.kind
         if is_saver:
             calls, kind = (), "stateful"
         shapes = _declared_shapes(node, self._graph_def.versions.producer)
@@ -151,10 +153,6 @@ class _ModelLoader:
             anchor=anchor,
         )
 
-    def _is_function(self, op_type: str) -> bool:
-        """Return True if nodes of that type call a function of the model."""
-        return op_type in self._functions and op_type not in ops.builtin_table()
-
     def _value_reader(self, node: Any, kind: str) -> Callable[[], Any] | None:
         if kind == "constant" and node.op == "Const" and "value" in node.attr:
             return ConstValue(node)
@@ -167,7 +165,7 @@ class _ModelLoader:
         """Return the calls of a node, its attributes in alphabetical order."""
         offsets = FUNCTION_ATTRS.get(node.op, {})
         calls = []
-        if self._is_function(node.op):
+        if node.op in self._functions and node.op not in ops.builtin_table():
             calls.append(Call("", node.op, 0))
         for attr, function in proto.function_attrs(node):
             if function.name in self._functions:
@@ -281,6 +279,13 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
     if "_output_shapes" in attr and len(attr["_output_shapes"].list.shape) == 1 and dtype_name(arg.type) != "resource":
         return decode_shape(attr["_output_shapes"].list.shape[0])
     return None
+
+
+def _mark_identities(graph: Graph) -> None:
+    """Give each IdentityN of which only the first output is read the kind of Identity, such as that of a SiLU."""
+    for op in [op for op in graph.ops() if op.type == "IdentityN"]:
+        if set(graph.consumers_by_port(op.name)) <= {0}:
+            graph.replace_op(replace(op, kind="identity"))
 
 
 def _propagate_shapes(graph: Graph) -> None:

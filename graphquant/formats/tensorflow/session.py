@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, LearnedRange, learned_ranges
+from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
 from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, paused_gc, reachable
@@ -152,7 +152,13 @@ class TensorFlowSession:
             self._initialize(source, meta)
         elif any(node.name == INITIALIZER_OP for node in graph_def.node):
             self.run(self.operation(INITIALIZER_OP), {})
-        self._assign_learned_ranges(learned_ranges(model))
+        with self.graph.as_default(), translate_tf_errors(tensorflow):
+            raw_ops, assignments = tensorflow.raw_ops, []
+            for variable in learned_ranges(model):
+                value, name = variable.value, variable.shared_name
+                handle = raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
+                assignments.append(raw_ops.AssignVariableOp(resource=handle, value=value))
+        self.run(assignments, {})
         self._state_names = find_state_variables(model)
         self._lock = Lock()
         if source.live_object is not None:
@@ -257,16 +263,6 @@ class TensorFlowSession:
             names.insert(0, [tensor_info.name for tensor_info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
         for name in next((listed for listed in names if listed), ()):
             self.run(self.operation(name), assets)
-
-    def _assign_learned_ranges(self, variables: Sequence[LearnedRange]) -> None:
-        raw_ops = self.tf.raw_ops
-        with self.graph.as_default(), translate_tf_errors(self.tf):
-            assignments = []
-            for variable in variables:
-                value, name = variable.value, variable.shared_name
-                handle = raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
-                assignments.append(raw_ops.AssignVariableOp(resource=handle, value=value))
-        self.run(assignments, {})
 
     def _restore_missing(self, model: Model) -> None:
         """Assign values that the saver omits: Keras may save two nodes of a variable but list only one."""

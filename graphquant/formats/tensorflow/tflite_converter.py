@@ -56,14 +56,6 @@ _SOURCE_LOCATION = re.compile(r"(?:^|(?<=\.))\S+?:\d+:\d+: error: ")
 """The converter's reference to a line of the calling program, which is irrelevant for the model."""
 
 
-def run_tflite_converter(model: Model) -> bytes:
-    """Convert a frozen model with FakeQuants to one TFLite file with all its signatures.
-
-    Raises a ModelError if the converter refuses the model.
-    """
-    return join_tflite_files(convert_signatures(model))
-
-
 def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool = False) -> tuple[bytes, ...]:
     """Convert a frozen model with FakeQuants to one TFLite file for each set of outputs of its signatures.
 
@@ -278,14 +270,7 @@ def _name_inputs(graph: Any, signature: FrozenSignature) -> None:
             graph.tensors[index].name = op.encode()
 
 
-_SUBGRAPH_OPTIONS: Final = (
-    "thenSubgraphIndex",
-    "elseSubgraphIndex",
-    "condSubgraphIndex",
-    "bodySubgraphIndex",
-    "initSubgraphIndex",
-    "subgraph",
-)
+_SUBGRAPH_OPTIONS: Final = "subgraph", *(f"{name}SubgraphIndex" for name in ("then", "else", "cond", "body", "init"))
 """The options of TFLite's ops that are the index of a graph."""
 
 

@@ -313,7 +313,7 @@ def read_values(model: Model) -> None:
 
 @pytest.mark.parametrize("name", ["digits_rnn.pb", "digits_rnn_saved_model/saved_model.pb", "small.pb", "small.pbtxt"])
 def test_fuzzed(tmp_path: Path, name: str) -> None:
-    """Damaged files load and are written unchanged, or are refused with a ModelError."""
+    """Damaged files load and are written unchanged, or are refused; a function that nothing calls when it is read."""
     if name.startswith("small"):
         data = proto.to_binary(proto.parse_text(SMALL, proto.GraphDef())) if name == "small.pb" else SMALL.encode()
     else:
@@ -328,6 +328,9 @@ def test_fuzzed(tmp_path: Path, name: str) -> None:
             continue
         loaded += 1
         model = load(path)
+        if attempt(partial(read_values, model)):
+            assert not all(graph.is_built for graph in model.graphs.values())
+            continue
         check_invariants(model, "load")
         read_values(model)
         assert proto.to_binary(emit(model)) == proto.to_binary(model.source.message)
@@ -372,7 +375,6 @@ def test_function_as_operation(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (CALLED.replace('"mm:product:0"', '"mm:output:0"'), "the result 'y' reads 'mm:output:0'"),
-        (CALLED.replace('key: "q"', 'key: "r"'), "'q'"),
         (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions "),
         (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "argument 'a' twice"),
         (CALLED.replace('name: "read" op', 'name: "a" op'), "'layer', two nodes"),
@@ -384,6 +386,18 @@ def test_damaged_function(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ModelError) as caught:
         load_text_graph(tmp_path, text)
     assert message in str(caught.value)
+
+
+def test_damaged_function_that_nothing_calls(tmp_path: Path) -> None:
+    """A function that nothing calls is built when its ops are read, also in a copy, and refused then."""
+    model = load_text_graph(tmp_path, CALLED.replace('key: "q"', 'key: "r"'))
+    copied = model.copy()
+    assert [name for name, graph in copied.graphs.items() if not graph.is_built] == ["training"]
+    assert Parameters(copied).is_parameter(TensorRef("layer", "read"))
+    for candidate in (model, copied):
+        with pytest.raises(ModelError) as caught:
+            list(candidate.graphs["training"].ops())
+        assert "'q'" in str(caught.value)
 
 
 def test_missing_function(tmp_path: Path) -> None:
