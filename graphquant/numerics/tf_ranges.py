@@ -47,7 +47,8 @@ class NudgedRange:
 
 def flush_denormals(x: Array) -> Array:
     """Replace each denormal by a zero of its sign, as TensorFlow's kernels do for all operands and results."""
-    return np.where(np.abs(x) < np.finfo(x.dtype).tiny, np.copysign(np.zeros((), x.dtype), x), x)
+    is_small = np.abs(x) < np.finfo(x.dtype).smallest_normal
+    return np.where(is_small, np.copysign(np.zeros((), x.dtype), x), x) if is_small.any() else np.asarray(x)
 
 
 def flushed_float32(end: Any) -> Array:

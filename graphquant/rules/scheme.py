@@ -73,8 +73,8 @@ class _ObserverConfig:
     @property
     def arguments(self) -> dict[str, float]:
         """The value of each argument that the observer takes, given or default."""
-        accepted, specified = OBSERVERS[self.name].arguments, self._specified_arguments()
-        return {name: float(specified.get(name, definition.default or 0.0)) for name, definition in accepted.items()}
+        values = ((name, getattr(self, name), entry) for name, entry in OBSERVERS[self.name].arguments.items())
+        return {name: float((entry.default or 0.0) if value is None else value) for name, value, entry in values}
 
 
 _OBSERVER_ARGUMENTS = {
