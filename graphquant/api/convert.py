@@ -7,12 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant.analysis.conversion_report import (
-    ConversionReport,
-    compare_conversion,
-    find_wrong_kernel,
-    join_reports,
-)
+from graphquant.analysis.conversion_report import ConversionReport, compare_conversion, find_wrong_kernel, join_reports
 from graphquant.analysis.validation import DEFAULT_MIN_SQNR, OPTIMIZER_LOSS, validate_model
 from graphquant.api.models import check_output
 from graphquant.api.result import Result
@@ -63,11 +58,7 @@ def require_convertible(model: Model) -> None:
 
 
 def convert_to_tflite(
-    result: Result,
-    path: str | Path | None,
-    *,
-    force: bool = False,
-    io: str | None = None,
+    result: Result, path: str | Path | None, *, force: bool = False, io: str | None = None
 ) -> ConversionReport:
     """Convert a quantized frozen model, compare it with its plan, and write it.
 

@@ -96,10 +96,7 @@ def prepare_and_plan(
 
 
 def plan_with_rules(
-    model: Model,
-    ruleset: RuleSet,
-    selection: SiteSelection,
-    sample_shapes: Callable[[], Mapping[str, Shape]] = dict,
+    model: Model, ruleset: RuleSet, selection: SiteSelection, sample_shapes: Callable[[], Mapping[str, Shape]] = dict
 ) -> tuple[Model, Plan]:
     """Return the prepared model and its plan. If there is nothing to insert, the model stays unprepared.
 

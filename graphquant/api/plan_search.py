@@ -40,7 +40,8 @@ from graphquant.optimize import (
     search_clock,
     search_plan,
 )
-from graphquant.optimize.repair import OutputMeter
+from graphquant.optimize.candidates import RANGE_CANDIDATES, make_candidate_plans
+from graphquant.optimize.repair import OutputMeter, RepairedPlan, RepairStep, RepairTrace
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.holdout import CalibrationData
     from graphquant.ir import Model
-    from graphquant.optimize import RepairTrace
     from graphquant.quantize import Plan, RangeTransfer
 
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
+UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.0
+"""Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,15 +233,45 @@ class PlanSearch:
 
     def validate(self, chosen: ChosenPlan) -> Result:
         """Return the validated result of a plan, or of its repair if outputs miss the default target."""
-        inputs, state = self.inputs, chosen.workspace.state
+        state = chosen.workspace.state
         # Scaled channels would differ from those of the source.
         like_source = None if state.rescaled_tensors else state.model
         result = self._validated(chosen.result, like_source)
         # The plans of a repair would take many times as long as the rest for so many quantized tensors.
         is_repairable = result.validation is not None and has_few_sites(len(result.inserted)) and self._allows_repair
-        if result.validation is None or not is_repairable or not self._misses_target(chosen.built, result.validation):
+        if result.validation is None or not is_repairable:
             return result
-        return self._validated(inputs.with_integer_types(self._repair(chosen, result.validation)))
+        if not self._misses_target(chosen.built, result.validation):
+            return self._unclipped(chosen, result, result.validation)
+        return self._repair(chosen, result.validation)
+
+    def _unclipped(self, chosen: ChosenPlan, clipped: Result, validation: Validation) -> Result:
+        """Return the result of the plan without clipping if its error on the hold-out is much smaller, else `clipped`.
+
+        Ranges that clip fit the calibration samples. If new samples exceed them often, some exceed them by far.
+        """
+        state, sqnr = chosen.workspace.state, validation.worst_sqnr
+        is_chosen = bool(validation.bounds or self.inputs.settings.method)
+        if is_chosen or validation.target_sqnr is None or sqnr is None or sqnr >= MAX_CLIPPED_DB:
+            return clipped
+        if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
+            return clipped
+        built = chosen.workspace.build(plan)
+        if (unclipped_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+            return clipped
+        pairs = zip(state.plan.sites, plan.sites, strict=True)
+        changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
+        step = RepairStep(change="ranges", targets=tuple(map(str, changed)), sqnr=unclipped_sqnr, kept=True)
+        repair = RepairTrace(
+            target_sqnr=DEFAULT_MIN_SQNR,
+            requested=False,
+            default_sqnr=sqnr,
+            sqnr=unclipped_sqnr,
+            steps=(step,),
+            plans=1,
+        )
+        repaired = RepairedPlan(workspace=chosen.workspace, plan=plan, built=built, changed_tensors=changed, cost=0.0)
+        return self._repaired_result(repaired, repair)
 
     def _validated(self, result: Result, prepared: Model | None = None) -> Result:
         """Return the result with its errors on the hold-out; without them if there is no data."""
@@ -285,18 +317,22 @@ class PlanSearch:
     def _repair(self, chosen: ChosenPlan, validation: Validation) -> Result:
         """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
         default_sqnr = validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf
-        repaired, repair = repair_plan(self._request(chosen.workspace, chosen.built, DEFAULT_MIN_SQNR, default_sqnr))
+        return self._repaired_result(
+            *repair_plan(self._request(chosen.workspace, chosen.built, DEFAULT_MIN_SQNR, default_sqnr))
+        )
+
+    def _repaired_result(self, repaired: RepairedPlan, repair: RepairTrace) -> Result:
+        workspace, is_interrupted = repaired.workspace, repair.stop_reason == "interrupt"
         trace = SearchTrace(
             minimize="macs",
             plan=repaired.plan,
-            interrupted=repair.stop_reason == "interrupt",
+            interrupted=is_interrupted,
             plans=repair.plans,
             cost=repaired.cost,
             repair=repair,
         ).with_candidates(repaired.changed_tensors)
-        return make_result(
-            self.inputs.source, repaired.workspace.state, repaired.built, trace, repaired.workspace.stats
-        )
+        result = make_result(self.inputs.source, workspace.state, repaired.built, trace, workspace.stats)
+        return self._validated(self.inputs.with_integer_types(result))
 
     def _request(
         self, workspace: Workspace, built: BuiltModel, target_sqnr: float, default_sqnr: float | None

@@ -202,11 +202,7 @@ def calibrate_model(
 
 
 def calibrate_folds(
-    model: Model,
-    targets: Mapping[TensorRef, ObservationTarget],
-    dataset: Dataset,
-    run: CalibrationRun,
-    fold_count: int,
+    model: Model, targets: Mapping[TensorRef, ObservationTarget], dataset: Dataset, run: CalibrationRun, fold_count: int
 ) -> list[tuple[Stats, tuple[int, int]]]:
     """Collect the statistics of `targets` for each of `fold_count` parts of the data, with the samples [start, stop).
 

@@ -332,11 +332,7 @@ class _Repair:
         if request.default_sqnr is not None:  # the final plan has to be built and validated, whatever the search does
             self._charge(self._plan_work(DEFAULT_RECIPE))
         self._current_sqnr = self._start_sqnr = self._measure(DEFAULT_RECIPE)
-        algorithm_steps = [
-            lambda: self._try_algorithms((BIAS_CORRECTION,)),
-            self._try_scaling,
-            self._try_rounding,
-        ]
+        algorithm_steps = [lambda: self._try_algorithms((BIAS_CORRECTION,)), self._try_scaling, self._try_rounding]
         if request.default_sqnr is None:
             while algorithm_steps and self._current_sqnr < self._aim:
                 algorithm_steps.pop(0)()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from onnx import helper, numpy_helper, save
 from support.onnx_models import run_onnx, save_outlier_net
 
 import graphquant as gq
+from graphquant.api import plan_search
 from graphquant.api.plan_search import CLOSE_DB
 from graphquant.errors import ModelError
 from graphquant.optimize import repair
@@ -21,10 +23,9 @@ from graphquant.rules import shipped_rule_files
 from graphquant.visualize.json_export import InsertResult
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from graphquant.api import Result
 
+MODELS = Path(__file__).parents[2] / "sample_models"
 NO_SCALING = ("not smoothquant", "not cross-layer-equalization")
 
 
@@ -45,6 +46,34 @@ def kept_changes(result: Result) -> set[str]:
     assert result.search is not None
     assert result.search.repair is not None
     return {step.change for step in result.search.repair.steps if step.kept}
+
+
+@pytest.mark.parametrize(
+    ("gain", "options", "is_taken"),
+    [(3.1, {}, True), (2.9, {}, False), (9.0, {"method": "mse"}, False), (9.0, {"min_sqnr": "none"}, False)],
+)
+def test_ranges_that_clip_too_much(
+    monkeypatch: pytest.MonkeyPatch, gain: float, options: dict[str, str], is_taken: bool
+) -> None:
+    """Ranges without clipping replace default ranges if outputs above the target gain 3 dB on the hold-out."""
+
+    def insert(**options: str) -> Result:
+        return gq.insert(MODELS / "digits_cnn.onnx", data=str(MODELS / "digits_cnn_calib.npz"), **options)
+
+    default = insert()
+    assert default.search is None
+    sqnr = default.validation.worst_sqnr
+    monkeypatch.setattr(plan_search, "MAX_CLIPPED_DB", math.inf)
+    monkeypatch.setattr(plan_search.PlanSearch, "_holdout_sqnr", lambda *_: sqnr + gain)
+    result = insert(**options)
+    assert (result.search is not None) == is_taken
+    if is_taken:
+        assert kept_changes(result) == {"ranges"}
+        assert result.search.repair.default_sqnr == sqnr
+        changed = result.search.changed_tensors
+        assert len(changed) > 3
+        assert {site.scheme.observe.name for site in result.plan.sites if site.tensor in changed} == {"minmax"}
+        assert result.validation.worst_sqnr > 20
 
 
 def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path) -> None:

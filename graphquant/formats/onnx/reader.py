@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, EncodeError
-from onnx import (
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    parser,
-    serialization,
-)
+from onnx import ModelProto, NodeProto, TensorProto, parser, serialization
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.external_data import message_tensors
