@@ -80,12 +80,21 @@ def test_integers() -> None:
     assert (figures.agreement, figures.sqnr, figures.max_error) == (0.75, None, 5)
 
 
+def test_texts() -> None:
+    """Texts agree one by one and have no SQNR."""
+    for kind in (object, np.str_, np.bytes_):
+        tally = OutputTally("y", "y", batched=True)
+        tally.add(np.array(["a", "b"], kind), np.array(["a", "c"], kind), None)
+        figures = tally.figures()
+        assert (figures.agreement, figures.sqnr, figures.problem) == (0.5, None, "")
+
+
 def test_problems() -> None:
-    """Outputs of one model only, texts and different shapes are problems and have no metrics."""
+    """Outputs of one model only and different shapes are problems and have no metrics."""
     for expected, actual, problem in (
         (SCORES, None, "only the float model gives it for some sample"),
         (None, SCORES, "only the quantized model gives it for some sample"),
-        (np.array(["a"], object), np.array(["a"], object), "it contains object instead of numbers"),
+        (np.array(["a"], object), np.array(["a", "b"], object), "shapes differ: [1] and [2]"),
         (SCORES, SCORES[:1], "shapes differ: [2, 2] and [1, 2]"),
         (SCORES, np.full_like(SCORES, np.nan), "4 values are NaN or infinite"),
     ):
