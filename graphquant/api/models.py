@@ -137,13 +137,18 @@ def load(
         ModelError: The model cannot be read, or is not supported.
         UsageError: The source is not a model, or has no such signature or tags.
     """
-    chosen = resolve_options(SignatureOptions, None, {"signature": signature, "tags": tags})
+    values = {"allow_links": allow_links, "signature": signature, "tags": tags}
+    return _load(source, outputs, resolve_options(SignatureOptions, None, values))
+
+
+def _load(source: Any, outputs: Sequence[Any], chosen: SignatureOptions, *, defers: bool = False) -> Model:
+    """Load a model; if `defers`, functions that nothing calls are read and checked when they are needed."""
     if isinstance(source, str | Path):
         if outputs:
             raise UsageError(
                 f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
             )
-        model = _load_file(Path(source), allow_links=allow_links, tags=chosen.tags)
+        model = _load_file(Path(source), allow_links=chosen.allow_links, tags=chosen.tags)
     elif chosen.tags:
         raise UsageError(f"tags choose a MetaGraph of a SavedModel, but the model is a {type(source).__name__}.")
     elif type(source).__name__ == "ModelProto":  # onnx need not be imported for this check
@@ -156,6 +161,8 @@ def load(
         from graphquant.formats.tensorflow import from_tensorflow
 
         model = from_tensorflow(source, outputs)
+    if not defers:
+        model.build_graphs()
     _check_graphs(model, "load")
     return select_signatures(model, chosen.signature)
 
@@ -277,7 +284,7 @@ def load_source(
     return source
 
 
-def as_model(model: Any, options: SignatureOptions | None = None) -> Model:
+def as_model(model: Any, options: SignatureOptions | None = None, *, defers: bool = False) -> Model:
     """Return `model`, loaded if it is a path or an object of a framework, with the signatures of the options.
 
     Raises:
@@ -286,7 +293,7 @@ def as_model(model: Any, options: SignatureOptions | None = None) -> Model:
     """
     settings = options or SignatureOptions()
     if not isinstance(model, Model):
-        return load(model, allow_links=settings.allow_links, signature=settings.signature, tags=settings.tags)
+        return _load(model, (), settings, defers=defers)
     if settings.tags and formats.meta_graph_tags(model) != set(filter(None, settings.tags)):
         raise UsageError("The model is loaded, so its MetaGraph can no longer be chosen by tags. Pass tags to gq.load.")
     return select_signatures(model, settings.signature)

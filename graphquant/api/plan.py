@@ -59,7 +59,7 @@ def plan(model: Model | str | Path, options: PlanOptions | None = None, /, **val
         UsageError: An option is invalid, or a pattern matches nothing.
     """
     settings = resolve_options(PlanOptions, options, values)
-    return prepare_and_plan(as_model(model, settings), settings)[1]
+    return prepare_and_plan(as_model(model, settings, defers=True), settings)[1]
 
 
 def prepare_and_plan(
@@ -84,11 +84,8 @@ def prepare_and_plan(
         ruleset = replace(ruleset, prepare=tuple(dict.fromkeys(("requantize", *ruleset.prepare))))
     ruleset = replace(ruleset, algorithms=choose_algorithms(ruleset.algorithms, settings.algorithms))
     # The size or the measured latency may decide which ops stay float.
-    minimizes_macs = not isinstance(settings, InsertOptions) or (settings.optimize, settings.size_budget) == (
-        "macs",
-        None,
-    )
-    if not (by_cost and minimizes_macs):
+    goal = (settings.optimize, settings.size_budget) if isinstance(settings, InsertOptions) else ("macs", None)
+    if not by_cost or goal != ("macs", None):
         ruleset = replace(ruleset, costs="")
     selection = select_sites(source, settings.include, settings.exclude, settings.family, settings.range_source)
     prepared, resolved_plan = plan_with_rules(source, ruleset, selection, sample_shapes)

@@ -54,7 +54,7 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
     from graphquant.api.models import as_model, omission_notes
 
     settings = collect_options(PlanOptions, values)
-    source = as_model(model, settings)
+    source = as_model(model, settings, defers=html is None)
     plan = api.plan(source, settings)
     _check_paths(model, html, output, force=force)
     if html is not None:

@@ -420,6 +420,11 @@ class Model(HtmlRepresentation):
         """Return the `Output` of `tensor`."""
         return self.op(tensor).outputs[tensor.port]
 
+    def build_graphs(self) -> None:
+        """Build all deferred graphs, which raises the ModelErrors of damaged ones."""
+        for graph in self.graphs.values():
+            len(graph)
+
     def callers(self, names: Container[str] | None = None) -> dict[str, list[tuple[Use, Call]]]:
         """Return the ops of the graphs `names`, or of all, that run each graph: (`Use` with slot 0, `Call`)."""
         callers_of: dict[str, list[tuple[Use, Call]]] = {}

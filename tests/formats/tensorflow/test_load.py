@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.shared_models import SHARED_MODELS
 
+import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import emit, load, proto
 from graphquant.ir import Call, Model, Parameters, TensorRef, Use, check_invariants
@@ -398,6 +399,12 @@ def test_damaged_function_that_nothing_calls(tmp_path: Path) -> None:
         with pytest.raises(ModelError) as caught:
             list(candidate.graphs["training"].ops())
         assert "'q'" in str(caught.value)
+
+    path = model.path
+    assert path is not None
+    with pytest.raises(ModelError):
+        gq.load(path)
+    assert gq.plan(path).sites
 
 
 def test_missing_function(tmp_path: Path) -> None:
