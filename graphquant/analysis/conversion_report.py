@@ -249,7 +249,7 @@ def _is_renamed(model: Model, insertion: InsertedPair, stored: _StoredTensor) ->
     if isinstance(insertion.params, DynamicQParams) or stored.runtime is None:
         return False
     shapes = model.output(insertion.site.tensor).shape, stored.output.shape
-    return may_have_same_size(*shapes, first_axis=not insertion.site.parameter) and not _describe_difference(
+    return may_have_same_size(*shapes, first_axis=int(not insertion.site.parameter)) and not _describe_difference(
         _planned_numbers(insertion.params), stored.runtime, None
     )
 

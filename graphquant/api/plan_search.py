@@ -41,7 +41,7 @@ from graphquant.optimize import (
     search_plan,
 )
 from graphquant.optimize.candidates import RANGE_CANDIDATES, make_candidate_plans
-from graphquant.optimize.repair import OutputMeter, RepairedPlan, RepairStep, RepairTrace
+from graphquant.optimize.repair import RANGES, OutputMeter, RepairedPlan, RepairStep, RepairTrace
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
@@ -261,7 +261,7 @@ class PlanSearch:
             return clipped
         pairs = zip(state.plan.sites, plan.sites, strict=True)
         changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
-        step = RepairStep(change="ranges", targets=tuple(map(str, changed)), sqnr=unclipped_sqnr, kept=True)
+        step = RepairStep(change=RANGES, targets=tuple(map(str, changed)), sqnr=unclipped_sqnr, kept=True)
         repair = RepairTrace(
             target_sqnr=DEFAULT_MIN_SQNR,
             requested=False,

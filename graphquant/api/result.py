@@ -149,8 +149,9 @@ class Result(HtmlRepresentation):
         if self.strict:
             return self.strict_failures
         validation = self._measured
-        is_required = validation is not None and (validation.bounds or validation.comparison is None)
-        return validation.failures if validation is not None and is_required else ()
+        if validation is None or not (validation.bounds or validation.comparison is None):
+            return ()
+        return validation.failures
 
     @property
     def strict_failures(self) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ SHARED_DYNAMIC_SLOTS = 7  # of the second one: values, weight, their scales, the
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
 MOE_FIRST_WEIGHT = 2
+MOE_WEIGHT_AXES = 3  # experts, rows and bytes
 QMOE_ATTRS = ("expert_weight_bits", "block_size", "accuracy_level", "quant_type")
 """Attributes of QMoE that MoE lacks. Other ones, as widths of single weights, are not supported."""
 
@@ -356,8 +357,8 @@ def _lift_moe(lift: _Lift) -> list[str]:
         if slots[position] is None:
             inputs += [None, None]
             continue
-        is_misfit = (zero_point is None) != (slots[first_zero_point + index] is None)
-        if data is None or scale is None or shape is None or len(shape) != 3 or is_misfit:  # noqa: PLR2004  # experts, rows and bytes
+        is_variable = zero_point is None and slots[first_zero_point + index] is not None
+        if data is None or scale is None or shape is None or len(shape) != MOE_WEIGHT_AXES or is_variable:
             return []
         experts, rows, columns = shape[0], shape[1], shape[2] * BITS_PER_BYTE // bits
         layout = MatrixLayout(rows=experts * rows, columns=columns, bits=bits, block=block, transposed=False)
@@ -496,9 +497,7 @@ def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op,
     attrs = {"axis": int(not layout.transposed), "block_size": layout.block}
     if layout.transposed:
         shapes = shapes[0][::-1], shapes[1][::-1]
-    elif (
-        layout.blocks == 1 and layout.bits == BITS_PER_BYTE and lift.op.type != "MatMulNBits"
-    ):  # a scale per row of a table
+    elif layout.blocks == 1 and layout.bits == BITS_PER_BYTE and lift.op.type != "MatMulNBits":  # a scale per table row
         shapes, attrs = (shapes[0], (layout.rows,)), {"axis": 0}
     return _add_weight(lift, _packed_weight(lift, layout, shapes, attrs, weight, scale, zero_point))
 

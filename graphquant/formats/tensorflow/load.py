@@ -79,7 +79,7 @@ class _ModelLoader:
             self._model.graphs[name] = Graph.deferred(name, self._model.graphs, build)
         if self._meta is not None:
             add_saved_functions(self._model, self._meta.object_graph_def, self._variables)
-        # This builds the functions that a signature or Python code calls. Few commands read the others, often most.
+        # This builds the functions that a signature or Python code calls. A plan needs no others, which often are most.
         self._model.graphs_reachable_from((*self._model.entry_graphs, *self._model.saved_functions))
         return self._model
 
