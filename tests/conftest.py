@@ -101,7 +101,7 @@ def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def samples() -> Path:
     """Return the folder of sample models."""
     return ROOT / "sample_models"

@@ -361,16 +361,25 @@ def find_wrong_kernel(converted: Model) -> str | None:
     """
     for graph in converted.graphs.values():
         for op in graph.ops():
-            if op.type != "ADD" and op.type not in _COMPARISONS and op.kind not in CONCATENATING_KINDS:
-                continue
-            entries = [graph.output(slot).quantization for slot in graph.slots(op.name) if slot is not None]
-            stored = op.outputs[0].quantization
-            largest = max((float(entry.scale.max()) for entry in entries if entry and entry.scale.size), default=0.0)
-            limit = 0.0 if stored is None or not stored.scale.size else _MAX_SUM_RESCALING * float(stored.scale[0])
-            is_clipping = op.kind in CONCATENATING_KINDS and limit > 0 and _clips_an_input(graph, op)
-            if is_clipping or (op.type in _COMPARISONS and largest) or (op.type == "ADD" and 0 < limit <= largest):
+            if op.type in _COMPARISONS:
+                is_wrong = _largest_scale(graph, op) > 0
+            elif op.type == "ADD":
+                is_wrong = 0 < _MAX_SUM_RESCALING * _scale(op.outputs[0]) <= _largest_scale(graph, op)
+            else:
+                is_wrong = op.kind in CONCATENATING_KINDS and _scale(op.outputs[0]) > 0 and _clips_an_input(graph, op)
+            if is_wrong:
                 return op.outputs[0].name
     return None
+
+
+def _scale(output: Output) -> float:
+    """Return the largest scale that the file stores for a tensor; 0 if it is not quantized."""
+    stored = output.quantization
+    return float(stored.scale.max()) if stored is not None and stored.scale.size else 0.0
+
+
+def _largest_scale(graph: Graph, op: Op) -> float:
+    return max((_scale(graph.output(slot)) for slot in graph.slots(op.name) if slot is not None), default=0.0)
 
 
 def _clips_an_input(graph: Graph, op: Op) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from support.measurements import print_measurement, sqnr_db
-from support.tflite_nets import NETS, ConvertedNet, digits_rnn, lstm, unet
+from support.tflite_nets import NETS, ConvertedNet, digits_rnn, kws, lstm, unet
 
 import graphquant as gq
 from graphquant.formats.tensorflow.tflite_converter import add_signatures
@@ -97,19 +97,25 @@ def converted_by_tensorflow(frozen: gq.Model, net: ConvertedNet, dtype: str) -> 
     return add_signatures(converter.convert(), [signature])
 
 
+@pytest.fixture(scope="module", params=NETS)
+def built_net(
+    request: pytest.FixtureRequest, samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Callable[..., ConvertedNet], ConvertedNet]:
+    """Return each function of a net with the net, which takes longer to train than to convert."""
+    pytest.importorskip("tensorflow")
+    folder = tmp_path_factory.mktemp("net")
+    shared = request.getfixturevalue("shared") if request.param is kws else folder
+    return request.param, request.param(samples, shared, folder)
+
+
 @pytest.mark.parametrize(("rules", "dtype"), [("tflite", "int8"), ("tflite16", "int16")])
-@pytest.mark.parametrize("build", NETS)
 def test_net_keeps_its_accuracy_and_signatures(
-    build: Callable[..., ConvertedNet],
-    rules: str,
-    dtype: str,
-    samples: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    built_net: tuple[Callable[..., ConvertedNet], ConvertedNet], rules: str, dtype: str, tmp_path: Path
 ) -> None:
     """Inputs and outputs are integers, no line of the report is a difference, and accuracy holds in each signature."""
-    tf = pytest.importorskip("tensorflow")
-    net = build(samples, request.getfixturevalue("shared") if build.__name__ == "kws" else tmp_path, tmp_path)
+    import tensorflow as tf
+
+    build, net = built_net
     frozen = gq.freeze(gq.load(net.path))
     result = gq.insert(frozen, rules=[rules], data=net.data, validate=False)
     conversion = gq.convert_to_tflite(result, tmp_path / "net.tflite")
