@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -361,25 +361,23 @@ def find_wrong_kernel(converted: Model) -> str | None:
     """
     for graph in converted.graphs.values():
         for op in graph.ops():
-            if op.type in _COMPARISONS:
-                is_wrong = _largest_scale(graph, op) > 0
-            elif op.type == "ADD":
-                is_wrong = 0 < _MAX_SUM_RESCALING * _scale(op.outputs[0]) <= _largest_scale(graph, op)
-            else:
-                is_wrong = op.kind in CONCATENATING_KINDS and _scale(op.outputs[0]) > 0 and _clips_an_input(graph, op)
-            if is_wrong:
+            inputs = _largest_scale(graph.output(slot) for slot in graph.slots(op.name) if slot is not None)
+            result = _largest_scale(op.outputs[:1])
+            is_inexact = op.type in _COMPARISONS and inputs > 0
+            is_overflowing = op.type == "ADD" and 0 < _MAX_SUM_RESCALING * result <= inputs
+            if (
+                is_inexact
+                or is_overflowing
+                or (op.kind in CONCATENATING_KINDS and result and _clips_an_input(graph, op))
+            ):
                 return op.outputs[0].name
     return None
 
 
-def _scale(output: Output) -> float:
-    """Return the largest scale that the file stores for a tensor; 0 if it is not quantized."""
-    stored = output.quantization
-    return float(stored.scale.max()) if stored is not None and stored.scale.size else 0.0
-
-
-def _largest_scale(graph: Graph, op: Op) -> float:
-    return max((_scale(graph.output(slot)) for slot in graph.slots(op.name) if slot is not None), default=0.0)
+def _largest_scale(outputs: Iterable[Output]) -> float:
+    """Return the largest scale that the file stores for tensors, 0 if none of them is quantized."""
+    stored = (output.quantization for output in outputs)
+    return max((float(entry.scale.max()) for entry in stored if entry is not None and entry.scale.size), default=0.0)
 
 
 def _clips_an_input(graph: Graph, op: Op) -> bool:

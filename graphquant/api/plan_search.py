@@ -243,7 +243,9 @@ class PlanSearch:
             return result
         if not self._misses_target(chosen.built, result.validation):
             return self._unclipped(chosen, result, result.validation)
-        return self._repair(chosen, result.validation)
+        default_sqnr = -math.inf if result.validation.worst_sqnr is None else result.validation.worst_sqnr
+        request = self._request(chosen.workspace, chosen.built, DEFAULT_MIN_SQNR, default_sqnr)
+        return self._repaired_result(*repair_plan(request))  # the cheapest plan that reaches the target, or the best
 
     def _unclipped(self, chosen: ChosenPlan, clipped: Result, validation: Validation) -> Result:
         """Return the result of the plan without clipping if its error on the hold-out is much smaller, else `clipped`.
@@ -257,18 +259,13 @@ class PlanSearch:
         if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
             return clipped
         built = chosen.workspace.build(plan)
-        if (unclipped_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+        if (new_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
         pairs = zip(state.plan.sites, plan.sites, strict=True)
         changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
-        step = RepairStep(change=RANGES, targets=tuple(map(str, changed)), sqnr=unclipped_sqnr, kept=True)
+        step = RepairStep(change=RANGES, targets=tuple(map(str, changed)), sqnr=new_sqnr, kept=True)
         repair = RepairTrace(
-            target_sqnr=DEFAULT_MIN_SQNR,
-            requested=False,
-            default_sqnr=sqnr,
-            sqnr=unclipped_sqnr,
-            steps=(step,),
-            plans=1,
+            target_sqnr=DEFAULT_MIN_SQNR, requested=False, default_sqnr=sqnr, sqnr=new_sqnr, steps=(step,), plans=1
         )
         repaired = RepairedPlan(workspace=chosen.workspace, plan=plan, built=built, changed_tensors=changed, cost=0.0)
         return self._repaired_result(repaired, repair)
@@ -313,13 +310,6 @@ class PlanSearch:
             return workspace, trace
         improved = replace(repaired.workspace, state=replace(repaired.workspace.state, plan=repaired.plan))
         return _keep_default_build(improved, repaired.built), trace
-
-    def _repair(self, chosen: ChosenPlan, validation: Validation) -> Result:
-        """Return the result of the cheapest plan whose outputs reach the default target, or of the best plan."""
-        default_sqnr = validation.worst_sqnr if validation.worst_sqnr is not None else -math.inf
-        return self._repaired_result(
-            *repair_plan(self._request(chosen.workspace, chosen.built, DEFAULT_MIN_SQNR, default_sqnr))
-        )
 
     def _repaired_result(self, repaired: RepairedPlan, repair: RepairTrace) -> Result:
         workspace, is_interrupted = repaired.workspace, repair.stop_reason == "interrupt"

@@ -394,8 +394,8 @@ class LatencyTimer:
 
 
 REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
-UNCLEAR_RATIOS, REPORT_PAIRS, REPORT_ROUNDS = (0.95, 1.25), 3, 3
-"""Ratios between which the report's comparison is repeated, the number of its pairs, and the minimum of rounds."""
+UNCLEAR_RATIOS = 0.95, 1.25  # interval of ratios in which the report's comparison is repeated
+REPORT_PAIRS, REPORT_ROUNDS = 3, 3  # number of pairs of sessions then, and minimum number of rounds of each
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 
@@ -406,7 +406,6 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
     """
     timer = LatencyTimer.for_data(float_model, batches, as_tflite=False)
     ratio = timer.median_ratio(quantized, float_model, 1, REPORT_SECONDS, 1)
-    is_unclear = UNCLEAR_RATIOS[0] <= ratio.median < UNCLEAR_RATIOS[1]
-    if is_unclear:
-        return timer.median_ratio(quantized, float_model, REPORT_PAIRS, REPORT_SECONDS, REPORT_ROUNDS)
+    if UNCLEAR_RATIOS[0] <= ratio.median < UNCLEAR_RATIOS[1]:
+        ratio = timer.median_ratio(quantized, float_model, REPORT_PAIRS, REPORT_SECONDS, REPORT_ROUNDS)
     return ratio

@@ -398,7 +398,7 @@ def test_the_report_times_the_prepared_float_model(samples: Path, monkeypatch: p
 def test_an_unclear_comparison_is_repeated(
     samples: Path, monkeypatch: pytest.MonkeyPatch, medians: list[float], expected: float
 ) -> None:
-    """A result that seems slower than float is timed in new sessions, whose median counts; a clear gain or loss is not."""
+    """A result that seems slower than float is timed in new sessions, whose median counts; a clear one is not."""
     model = gq.load(samples / "digits_cnn.onnx")
     batches = open_model_data(model, str(samples / "digits_cnn_calib.npz"), 1)
     ratios = iter(medians)
