@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -38,8 +39,12 @@ from graphquant.backends.integer_placement import (
     Placement,
     without_float_ops,
 )
-from graphquant.backends.onnxruntime_costs import CostTable, write_cost_table
+from graphquant.backends.onnxruntime_costs import CostTable
 from graphquant.errors import GraphQuantError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.cost_tables import write_cost_table  # its folder was added above
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

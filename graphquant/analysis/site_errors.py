@@ -224,7 +224,9 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
     if not isinstance(params, QParams) or value is None:
         site.note = "its scale or its values are not in the model"
         return
-    params = _with_fitting_axis(params, value)
+    axis, last_axis = params.axis, value.ndim - 1
+    fits = axis is None or params.block is not None or (axis <= last_axis and value.shape[axis] == params.scale.size)
+    params = params if fits else replace(params, axis=last_axis)  # TensorFlow's ops always use the last axis
     stores_integers = site.input_tensor is None
     expected = float_weights.matching_value(site.output_tensor)
     if expected is not None and expected.size != value.size:
@@ -254,13 +256,6 @@ def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: Tenso
     if value is None:
         raise InternalError(f"the float weight of {quantized_weight} no longer exists.")
     return value.reshape(shape)
-
-
-def _with_fitting_axis(params: QParams, value: Array) -> QParams:
-    """Correct the axis of `params` by the weight's shape, because TensorFlow's ops always use the last axis."""
-    axis, last_axis = params.axis, value.ndim - 1
-    fits = axis is None or params.block is not None or (axis <= last_axis and value.shape[axis] == params.scale.size)
-    return params if fits else replace(params, axis=last_axis)
 
 
 def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array] | None, Sequence[Array]]]) -> None:

@@ -96,8 +96,10 @@ def insert(
     result = search.validate(search.choose_plan(workspace))
     if not (result.is_changed or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
-    result = _with_origin(result, inputs, findings)
-    return _measure_execution(result, inputs)
+    release_float_runners()
+    result = _judge_execution(_with_origin(result, inputs, findings))  # uses the sessions of the validation
+    formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
+    return _measure_time(result, inputs.prepared, inputs.data)
 
 
 def _check_options(settings: InsertOptions) -> Objective:
@@ -294,14 +296,6 @@ def _with_origin(result: Result, inputs: InsertInputs, findings: tuple[DataFindi
         # Samples in memory would stay there as long as the result.
         holdout=inputs.data.validation_set if result.model.format == "tensorflow" else None,
     )
-
-
-def _measure_execution(result: Result, inputs: InsertInputs) -> Result:
-    """Return the result with the execution of each op in ONNX Runtime, and with its time relative to float."""
-    release_float_runners()
-    result = _judge_execution(result)  # uses the sessions of the validation
-    formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
-    return _measure_time(result, inputs.prepared, inputs.data)
 
 
 def _judge_execution(result: Result) -> Result:

@@ -85,19 +85,6 @@ def read_cost_table(name: str) -> CostTable:
         ) from error
 
 
-def write_cost_table(table: CostTable, path: Path) -> None:
-    """Write a table as TOML."""
-    lines = [
-        "# Nanoseconds for each unit of work of ONNX Runtime's kernels, written by benchmarks/kernel_costs.py.",
-        f'machine = "{table.machine}"',
-        f'onnxruntime = "{table.onnxruntime}"',
-        f"threads = {table.threads}",
-    ]
-    for kernel, costs in sorted(table.costs.items()):
-        lines += ["", f'[costs."{kernel}"]', *(f"{name} = {value:.4g}" for name, value in sorted(costs.items()))]
-    path.write_text("\n".join(lines) + "\n", "utf-8")
-
-
 # Kernels of ONNX Runtime process blocks of this many output channels, and the int8 ones groups of so many products.
 CHANNEL_BLOCK, PRODUCT_GROUP = 16, 4
 MAX_VALUES = 1 << 62  # number of values beyond which a shape is a mistake

@@ -91,7 +91,11 @@ def insert_switches(
             number = by_input[index]
             if number not in inputs:
                 inputs[number] = _add_switch_input(changed, number)
-            replacement = _add_select_op(changed, inputs[number], quantized, replacement)
+            name = graph.unique_name(f"{inputs[number]}/select")
+            output = replace(changed.output(quantized), name=name if changed.traits.named_values else f"{name}:0")
+            op_type, roles = changed.traits.select_type, ("condition", "input")
+            select = Op(name=name, kind="where", type=op_type, roles=roles, outputs=(output,))
+            replacement = graph.add_op(select, [TensorRef("", inputs[number]), quantized, replacement])
         graph.reroute(quantized, uses, replacement)
         replacements[quantized] = replacement
     return SwitchedModel(model=changed, inputs=inputs)
@@ -109,15 +113,6 @@ def _add_switch_input(model: Model, number: int) -> str:
         main.add_op(Op(name=name, kind="input", type="PlaceholderWithDefault", **fields), [default])
     main.inputs.append(name)
     return name
-
-
-def _add_select_op(model: Model, switch: str, quantized: TensorRef, float_tensor: TensorRef) -> TensorRef:
-    """Add an op that selects `quantized` if the switch is true, else `float_tensor`."""
-    graph = model.graphs[quantized.graph]
-    name = graph.unique_name(f"{switch}/select")
-    output = replace(model.output(quantized), name=name if model.traits.named_values else f"{name}:0")
-    op = Op(name=name, kind="where", type=model.traits.select_type, roles=("condition", "input"), outputs=(output,))
-    return graph.add_op(op, [TensorRef("", switch), quantized, float_tensor])
 
 
 MAX_SAMPLES = 12  # samples per quantization if samples run one by one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.analysis import match_sites
@@ -75,7 +75,10 @@ class WeightBitsChooser:
             }
             errors[name] = {**measured, **estimates}
             estimated |= estimates.keys()
-        integer_ops_sites = _sites_of_integer_ops(prepared, plan, rules_pairs)
+        groups = make_scale_groups(prepared, plan, sorted(rules_pairs), {})
+        ops = {op for group in groups for i in group.sites if not plan.sites[i].parameter for op in group.ops}
+        # A float weight would make an op that reads a quantized activation float.
+        integer_ops_sites = {index for group in groups if group.ops & ops for index in group.sites}
         self._groups = []
         for group in group_shared_scales(plan, sites):
             candidates = [
@@ -197,13 +200,6 @@ def _measure_weight_errors(
     local_sqnr = {(site.graph, site.op): site.local for site in match_sites(prepared, model).figures()}
     sqnr_by_site = {index: local_sqnr.get(quantizing_op(model, pairs[index].output)) for index in quantized}
     return {index: 10 ** (-sqnr / 10) for index, sqnr in sqnr_by_site.items() if sqnr is not None}
-
-
-def _sites_of_integer_ops(prepared: Model, plan: Plan, quantized: Collection[int]) -> set[int]:
-    """Return the sites of ops that read a quantized activation. A float weight would make such an op float."""
-    groups = make_scale_groups(prepared, plan, sorted(quantized), {})
-    ops = {op for group in groups for index in group.sites if not plan.sites[index].parameter for op in group.ops}
-    return {index for group in groups if group.ops & ops for index in group.sites}
 
 
 def _weight_bytes(prepared: Model, plan: Plan, index: int, pair: InsertedPair | None) -> int:

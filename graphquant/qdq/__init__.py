@@ -18,6 +18,7 @@ from graphquant.qdq.onnx_fused import (
     fused_op_type,
     is_dynamic_lstm,
     is_dynamic_product,
+    is_matrix_transpose,
 )
 from graphquant.qdq.onnx_qdq import OnnxFamily
 from graphquant.qdq.tensorflow_qdq import LEARNED_ATTR, FakeQuantFamily, QuantizeAndDequantizeFamily

@@ -109,6 +109,11 @@ def _has_expert_blocks(weight: PackedWeight) -> bool:
     return is_split and is_block and (shape[2] or 0) % block == 0 and weight.bits == FLOAT_LEVEL_BITS
 
 
+def is_matrix_transpose(op: Op) -> bool:
+    """Return True if an op of an ONNX model transposes a matrix."""
+    return op.kind == "transpose" and [*op.attrs.get("perm", (1, 0))] == [1, 0]
+
+
 def is_dynamic_lstm(consumer: Op, slot: int, weight: PackedWeight) -> bool:
     """Return True if DynamicQuantizeLSTM computes an LSTM with a weight (directions, gates, columns) of 8 bits."""
     shape = weight.shape or ()
@@ -148,15 +153,16 @@ def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
 
 
 def count_product_weights(graphs: Mapping[str, Graph]) -> int:
-    """Return the number of elements of all constants that the matrix products of a model read as weights."""
-    weights = {
-        tensor: graph.output(tensor).shape
-        for graph in graphs.values()
-        for op in graph.ops()
-        if op.kind in MATRIX_PRODUCT_KINDS | {"moe"}
-        for slot, tensor in enumerate(graph.slots(op.name))
-        if tensor is not None and op.role(slot) == "weight" and graphs[tensor.graph].op(tensor.op).kind == "constant"
-    }
+    """Return the number of elements of all constants that matrix products read as weights, also through a Transpose."""
+    weights: dict[TensorRef, Shape | None] = {}
+    for graph in graphs.values():
+        for op in graph.ops():
+            slots = graph.slots(op.name) if op.kind in MATRIX_PRODUCT_KINDS | {"moe"} else ()
+            for tensor in [tensor for slot, tensor in enumerate(slots) if tensor and op.role(slot) == "weight"]:
+                home = graphs[tensor.graph]
+                source = home.slots(tensor.op)[0] if is_matrix_transpose(home.op(tensor.op)) else tensor
+                if source is not None and graphs[source.graph].op(source.op).kind == "constant":
+                    weights[source] = graphs[source.graph].output(source).shape
     return sum(math.prod(size or 0 for size in shape) for shape in weights.values() if shape)
 
 

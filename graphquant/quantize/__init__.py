@@ -10,7 +10,7 @@ from graphquant.quantize.limits import (
 )
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan, plan_from_json, plan_to_json, read_plan
 from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, SiteSelection, make_plan, required_opset
-from graphquant.quantize.preparation_undo import Step, original_weights
+from graphquant.quantize.preparation_undo import Step
 from graphquant.quantize.prepare import (
     PREPARATION_STEPS,
     find_skipped_steps,

@@ -39,6 +39,7 @@ from graphquant.ir import (
 )
 from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES, FOLDED_FORM, FamilyArguments, FusedForm, QDQFamily, count_product_weights
+from graphquant.qdq.onnx_fused import is_matrix_transpose
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
     LIST_NAMES_HINT,
@@ -241,6 +242,7 @@ def make_plan(
     builder.skip_captured_uses()
     builder.skip_final_identities()
     builder.skip_weights_of_float16_ops()
+    builder.join_tied_weights()
     sites = builder.build_sites()
     return Plan(
         format=model.format,
@@ -451,6 +453,31 @@ class _PlanBuilder:
                 reason = reasons.get((use.graph, use.op))
                 if reason is not None and self.matcher.parameters.is_parameter(site.first_match.tensor):
                     self._move_to_skips(key, use, SkipCode.SCHEME, reason)
+
+    def join_tied_weights(self) -> None:
+        """Join the sites of a table of bytes that Gather and, transposed or not, a product read, to store it once."""
+        graphs = self.matcher.model.graphs
+        sites = {key: site for key, site in self._sites.items() if FAMILIES[site.scheme.family or ""].variant_of}
+
+        def layout(site: _PendingSite, tensor: TensorRef, axis: int | None) -> tuple[object, ...]:
+            return tensor, axis, change_scheme(site.scheme, name="", axis=None, args=FamilyArguments())
+
+        tables = {
+            layout(site, site.first_match.tensor, site.axis): key
+            for key, site in sites.items()
+            if graphs[site.uses[0].graph].op(site.uses[0].op).kind == "gather" and site.scheme.type.bits == 8  # noqa: PLR2004
+        }
+        for key, site in sites.items() if tables else ():
+            tensor, axis, uses = site.first_match.tensor, site.axis, site.uses
+            graph, table = graphs[tensor.graph], graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
+            is_turned = is_matrix_transpose(graph.op(tensor.op)) and graph.consumers(tensor) == uses
+            if is_turned and table is not None and axis is not None:
+                uses, tensor, axis = [Use(tensor.graph, tensor.op, 0)], table, 1 - axis
+            table_key = tables.get(layout(site, tensor, axis), key)
+            if table_key != key:
+                joined = self._sites[table_key]
+                joined.scheme, joined.uses = change_scheme(joined.scheme, args=site.scheme.args), [*uses, *joined.uses]
+                del self._sites[key]
 
     def _move_to_skips(self, key: tuple[object, ...], use: Use, code: SkipCode, reason: str) -> None:
         """Skip a use of a site instead."""

@@ -243,7 +243,9 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         if any(state.model.op(TensorRef(use.graph, use.op)).role(use.slot) == "input" for use in site.uses):
             _refuse_sentinel_constant(value)  # not of a weight or bias, whose scale is its own
         if site.axis is not None and site.scheme.block_size is not None:
-            return [_sketch_blocks(value, site.axis, site.scheme.block_size)]
+            parts = [sketch_values(chunk, 0) for chunk in iter_blocks(value, site.axis, site.scheme.block_size)]
+            low, high = (np.concatenate([getattr(part, end) for part in parts]) for end in ("low", "high"))
+            return [Sketch(low=low, high=high)]
         if site.axis is None or not bits:
             return [sketch_values(value, site.axis, bits=bits)]
         return [sketch_values(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
@@ -277,12 +279,6 @@ def _refuse_sentinel_constant(value: Array) -> None:
     sizes = np.abs(value[value != 0])
     if sizes.size and float(sizes.min()) >= SENTINEL_SIZE:
         raise DataError(IS_SENTINEL.format(float(sizes.max())))
-
-
-def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:
-    """Return the limits of each block of a finite weight."""
-    parts = [sketch_values(chunk, 0) for chunk in iter_blocks(value, axis, block)]
-    return Sketch(low=np.concatenate([part.low for part in parts]), high=np.concatenate([part.high for part in parts]))
 
 
 def _read_quantizable_weight(state: SolverState, index: int) -> Array:

@@ -19,6 +19,7 @@ from graphquant.ir import (
     FLOAT_TYPES,
     LOOP_KINDS,
     MAC_KINDS,
+    MATRIX_PRODUCT_KINDS,
     TRANSPARENT_KINDS,
     Graph,
     Model,
@@ -75,6 +76,8 @@ class OpNeighbors:
             return True
         if "unnormalized" in kinds and (tensor.graph, tensor.op) in self._unnormalized:
             return True
+        if "tied" in kinds and tensor in self._tied:
+            return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
 
     def has_position(self, kinds: AbstractSet[str]) -> bool:
@@ -93,6 +96,21 @@ class OpNeighbors:
         """The ops without weights whose results reach outputs of the model through ops without weights alone."""
         free_ops = self._ops_without_weights(self._sources)
         return {key for key in free_ops if self.model.graphs[key[0]].op(key[1]).kind not in MAC_KINDS}
+
+    @cached_property
+    def _tied(self) -> set[TensorRef]:
+        """The float32 tables that a Gather and a matrix product read, and their transposed tensors."""
+        tied = set[TensorRef]()
+        for graph, op in self.model.reachable_ops():
+            table = graph.slots(op.name)[0] if op.kind == "gather" else None
+            dtype = None if table is None else self.model.output(table).dtype
+            if table is not None and dtype == "float32" and self.parameters.is_parameter(table):
+                readers = [TensorRef(use.graph, use.op) for use in self.consumers(table)]
+                tensors = [table, *(reader for reader in readers if self.model.op(reader).kind == "transpose")]
+                uses = [use for tensor in tensors for use in self.consumers(tensor)]
+                kinds = {self.model.graphs[use.graph].op(use.op).kind for use in uses}
+                tied.update(tensors if kinds & MATRIX_PRODUCT_KINDS else ())
+        return tied
 
     @cached_property
     def _unnormalized(self) -> set[OpKey]:

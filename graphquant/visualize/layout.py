@@ -57,7 +57,10 @@ def layered_layout(
     left_edge = min((center - width / 2 for center, width in boxes), default=0.0)
     right_edge = max((center + width / 2 for center, width in boxes), default=0.0)
     centers = [round(center - left_edge) for center in x]
-    lanes, total_width = _assign_lanes(items.lanes, len(tensors), round(right_edge - left_edge))
+    lanes, width, unrouted = [-1] * len(tensors), round(right_edge - left_edge), items.lanes
+    for number, tensor in enumerate(sorted(unrouted, key=unrouted.__getitem__)):
+        lanes[tensor] = width + LANE_WIDTH * (1 + number % MAX_LANES)
+    total_width = width + LANE_WIDTH * min(len(unrouted), MAX_LANES) + (LANE_WIDTH if unrouted else 0)
     return Placement(
         layer=layer,
         x=centers[: len(widths)],
@@ -280,11 +283,3 @@ def _place_row(row: list[int], gaps: list[int], targets: list[float], items: _La
         for _ in range(count):
             x[row[number]] = start + offsets[number]
             number += 1
-
-
-def _assign_lanes(unrouted: dict[int, tuple[int, int]], tensors: int, width: int) -> tuple[list[int], int]:
-    """Assign lanes at the right in turn, and return them with the total width."""
-    lanes = [-1] * tensors
-    for number, tensor in enumerate(sorted(unrouted, key=unrouted.__getitem__)):
-        lanes[tensor] = width + LANE_WIDTH * (1 + number % MAX_LANES)
-    return lanes, width + LANE_WIDTH * min(len(unrouted), MAX_LANES) + (LANE_WIDTH if unrouted else 0)

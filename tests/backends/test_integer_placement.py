@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cost_tables import write_cost_table
 from support.onnx_models import load_onnx, run_onnx
 
 import graphquant as gq
@@ -19,7 +20,7 @@ from graphquant.backends.integer_placement import (
     converted_values,
     place_by_cost,
 )
-from graphquant.backends.onnxruntime_costs import CostTable, write_cost_table
+from graphquant.backends.onnxruntime_costs import CostTable
 from graphquant.errors import RuleError, UsageError
 from graphquant.quantize import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.cost_tables import write_cost_table
 from support.onnx_models import load_onnx
 
 from graphquant.backends.onnxruntime_costs import (
@@ -10,7 +11,6 @@ from graphquant.backends.onnxruntime_costs import (
     assume_input_shapes,
     describe_work,
     read_cost_table,
-    write_cost_table,
 )
 from graphquant.errors import UsageError
 from graphquant.formats import InputSpec

@@ -10,6 +10,7 @@ import onnx
 import onnx.parser
 import pytest
 from support.onnx_models import load_onnx, run_unoptimized
+from support.original_weights import original_weights
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
@@ -19,7 +20,6 @@ from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
 from graphquant.quantize import (
     find_skipped_steps,
-    original_weights,
     plan_from_json,
     plan_to_json,
     prepare,

@@ -4,12 +4,13 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.original_weights import original_weights
 
 import graphquant as gq
 from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
-from graphquant.quantize import original_weights, prepare
+from graphquant.quantize import prepare
 
 FOLD = ("fold-batchnorm",)
 

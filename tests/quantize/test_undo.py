@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from support.original_weights import original_weights, restore_weight
 
 import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as onnx_format
 from graphquant.numerics import dequantize
-from graphquant.quantize import PREPARATION_STEPS, original_weights, plan_from_json, plan_to_json, prepare
+from graphquant.quantize import PREPARATION_STEPS, plan_from_json, plan_to_json, prepare
 from graphquant.quantize.preparation_undo import decode_array, encode_array
 
 pytestmark = pytest.mark.usefixtures("rules_alone")
@@ -214,9 +215,7 @@ def test_every_weight_is_restored(weight, factor):
         product_shape=(9,),
         factor_shape=(1,),
     )
-    restored, exact = preparation_undo._restore_weight(
-        json.loads(json.dumps(preparation_undo._weight_reference("p", scaled))), product
-    )
+    restored, exact = restore_weight(json.loads(json.dumps(preparation_undo._weight_reference("p", scaled))), product)
     assert exact
     assert restored.tobytes() == weight.tobytes()
 

@@ -7,6 +7,7 @@ before a model is emitted. Everything between the two knows only the standard op
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ SLICE_OPERANDS = 3  # start, end and axis
 SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
+TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -55,13 +57,12 @@ QMOE_ATTRS = ("expert_weight_bits", "block_size", "accuracy_level", "quant_type"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiftedOp:
-    """A fused op as it was loaded, and the ops in its place."""
+    """A fused op as it was loaded, or a folded weight and the packed products that share it, and their replacements."""
 
-    op: Op  # the fused op
-    slots: tuple[TensorRef | None, ...]  # its inputs
-    # The ops and constants that only it reads, with their inputs, in topological order.
+    fused: tuple[tuple[Op, tuple[TensorRef | None, ...]], ...]  # these ops with their inputs
+    # The ops and constants that only they read, with their inputs, in topological order.
     sources: Mapping[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]]
-    # The ops in its place with their inputs, in topological order; the last one has its name and output.
+    # The ops in their place with their inputs, in topological order. Some have the names and outputs of the fused ones.
     replacements: tuple[tuple[Op, tuple[TensorRef | None, ...]], ...]
 
 
@@ -74,6 +75,7 @@ class _Lift:
     op: Op
     slots: tuple[TensorRef | None, ...]
     shared: dict[tuple[Any, ...], TensorRef]  # dequantized weights by the inputs and attributes that define them
+    folded: Op | None = None  # the last op of a folded weight that shares its constants, replaced by DequantizeLinear
 
     def constant(self, slot: int, dtypes: Collection[str]) -> Op | None:
         """Return the constant that the op reads at `slot`, if it has one of these types."""
@@ -88,14 +90,10 @@ class _Lift:
         return next(slot for slot in self.slots if slot is not None and self.model.op(slot) is constant)
 
     @property
-    def is_transposed(self) -> bool:
-        """True if an op that graphquant wrote stands for a Gemm that transposes its weight."""
-        weight = self.slots[WEIGHT_SLOT]
-        return (
-            weight is not None
-            and bool(self.op.rule)
-            and weight.op.removesuffix(PACKED_SUFFIX).endswith(TRANSPOSED_SUFFIX)
-        )
+    def suffix(self) -> str:
+        """The end of the name of the weight that graphquant wrote, which tells how the standard op reads it."""
+        name = "" if (weight := self.slots[WEIGHT_SLOT]) is None else weight.op.removesuffix(PACKED_SUFFIX)
+        return next((s for s in (TRANSPOSED_SUFFIX, TABLE_SUFFIX) if self.op.rule and name.endswith(s)), "")
 
     def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
         """Return the given constants with their own types and shapes."""
@@ -207,18 +205,21 @@ def lift_fused_ops(model: Model) -> dict[tuple[str, str], LiftedOp]:
     """Replace the fused ops of a loaded model that read constant weights; return them by graph and name."""
     lifted: dict[tuple[str, str], LiftedOp] = {}
     for graph in model.graphs.values():
-        fused = [op for op in graph.ops() if (op.domain, op.type) in _LIFTS]
+        # Folded weights come first, because a packed product may share its weight with one.
+        fused = sorted((op for op in graph.ops() if (op.domain, op.type) in _LIFTS), key=lambda op: op.domain)
+        loaded = {op.name: (op, tuple(graph.slots(op.name))) for op in fused}
         shared = dict[tuple[Any, ...], TensorRef]()
         for op in fused:
-            slots = tuple(graph.slots(op.name))
-            lift = _Lift(model=model, graph=graph, op=op, slots=slots, shared=shared)
+            if graph.op(op.name) is not op:  # replaced with the folded weight that it shares
+                continue
+            lift = _Lift(model=model, graph=graph, op=op, slots=loaded[op.name][1], shared=shared)
             names = _LIFTS[op.domain, op.type](lift)
             if names:
                 graph.rerouted_uses.clear()  # the ops are new, so that no input of a loaded one changed
+                originals = tuple(loaded[name] for name in names if name in loaded)
                 lifted[graph.name, op.name] = LiftedOp(
-                    op=op,
-                    slots=slots,
-                    sources=_constant_sources(model, slots),
+                    fused=originals,
+                    sources=_constant_sources(model, [slot for _, slots in originals for slot in slots]),
                     replacements=tuple((graph.op(name), tuple(graph.slots(name))) for name in names),
                 )
     for record in lifted.values():
@@ -236,7 +237,7 @@ def _constant_sources(
         op, inputs = model.op(tensor), tuple(model.graphs[tensor.graph].slots(tensor.op))
         if op.type == DYNAMIC_QUANTIZE:
             sources[tensor] = op, inputs
-        elif op.kind == "constant" or (op.rule and op.type in FOLDED_TYPES):
+        elif op.kind == "constant" or (op.rule and op.type in {*FOLDED_TYPES, "Transpose"}):
             sources |= _constant_sources(model, inputs) | {tensor: (op, inputs)}
     return sources
 
@@ -252,7 +253,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
         columns=int(op.numeric_attr("K", 0)),
         bits=bits,
         block=max(block, 1),
-        transposed=not lift.is_transposed,
+        transposed=not lift.suffix,
     )
     is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
     if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
@@ -269,7 +270,10 @@ def _lift_matmul(lift: _Lift) -> list[str]:
 
 def _lift_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
-    weight, scale, zero_point = lift.weight_constants(
+    values, source, *others = lift.slots
+    is_table = source is not None and source.graph == lift.graph.name and lift.graph.op(source.op).type == "Transpose"
+    table = replace(lift, slots=(values, lift.graph.slots(source.op)[0], *others)) if source and is_table else lift
+    weight, scale, zero_point = table.weight_constants(
         WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
     )
     shape, sizes, zero_points = (
@@ -279,15 +283,17 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
     if (
         weight is None
         or shape is None
-        or sizes not in {(), shape[1:2]}
+        or sizes not in {(), shape[:1] if is_table else shape[1:2]}
+        or (is_table and not lift.suffix)
         or zero_points != (sizes if has_zero_points else None)
     ):
         return []
-    constants, attrs = lift.as_read(weight, scale, zero_point), {"axis": int(not lift.is_transposed)} if sizes else {}
-    if lift.is_transposed:
+    attrs = {"axis": int(not (is_table or lift.suffix == TRANSPOSED_SUFFIX))} if sizes else {}
+    constants = lift.as_read(weight, scale, zero_point)
+    if lift.suffix == TRANSPOSED_SUFFIX and not is_table:
         read = partial(constant_value, weight)
         constants[0] = (weight, weight.outputs[0].dtype or "", shape[::-1], lambda: np.array(read().T, order="C"))
-    return _lift_product(lift, _add_weight(lift, (constants, attrs, {"form": DYNAMIC_FORM})), DYNAMIC_BIAS_SLOT)
+    return _lift_product(lift, _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM})), DYNAMIC_BIAS_SLOT)
 
 
 def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
@@ -398,7 +404,13 @@ def _add_weight(lift: _Lift, weight: _LayerWeight, number: int = 0) -> TensorRef
     }
     fields |= {"kind": "dequantize", "type": "DequantizeLinear", "roles": ("input", "scale", "zero_point")}
     fields |= {"attrs": attrs, "fused_attrs": fused_attrs}
-    dequantize = new_op(graph, _dequantized_name(op, scale), dtype, constants[0][2], **fields)
+    name = scale.name.removesuffix(PACKED_SUFFIX)  # the family names the scale and the DequantizeLinear
+    name = f"{name.removesuffix('/scale') if name.endswith('/scale') else op.name}/dequant"
+    dequantize = new_op(graph, name, dtype, constants[0][2], **fields)
+    if lift.folded is not None:
+        dequantize = replace(dequantize, name=lift.folded.name, outputs=lift.folded.outputs)
+        replace_op(graph, dequantize, inputs)
+        return lift.shared.setdefault(key, TensorRef(graph.name, dequantize.name))
     return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
 
 
@@ -427,23 +439,26 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
     op, graph = lift.op, lift.graph
     bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
-    output = op.outputs[0]
+    output, names, is_transposed = op.outputs[0], [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
+    if lift.suffix == TABLE_SUFFIX:
+        dequantized = add_transpose(graph, f"{op.name}/transpose", dequantized)
+        names.append(dequantized.op)
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
-    if lift.is_transposed or (op.rule and bias is not None and bias_slot == BIAS_SLOT):
+    if is_transposed or (op.rule and bias is not None and bias_slot == BIAS_SLOT):
         gemm = DEFAULT_DOMAIN_OPS["Gemm"]
-        plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not lift.is_transposed)}
-        plain["attrs"] = {"transB": 1} if lift.is_transposed else {}
+        plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
+        plain["attrs"] = {"transB": 1} if is_transposed else {}
         replace_op(graph, replace(op, **plain), inputs if bias is None else [*inputs, bias])
-        return [dequantized.op, op.name]
+        return [*names, op.name]
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
-        return [dequantized.op, op.name]
+        return [*names, op.name]
     source = graph.add_op(new_op(graph, f"{op.name}/product", output.dtype, output.shape, **product), inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
     replace_op(graph, replace(op, **add, **plain), [source, bias])
-    return [dequantized.op, source.op, op.name]
+    return [*names, source.op, op.name]
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
@@ -546,6 +561,11 @@ def _lift_folded(lift: _Lift) -> list[str]:
     while source is not None and source.graph == graph.name and graph.op(source.op).type in FOLDED_TYPES:
         chain.insert(0, graph.op(source.op))
         source = next(iter(graph.slots(source.op)), None)
+    uses = [] if source is None else graph.consumers(source)
+    tied = [graph.op(use.op) for use in uses if use.graph == graph.name]
+    if products := [each for each in tied if each.type == "MatMulNBits" and each.rule]:
+        lifts = [replace(lift, op=each, slots=tuple(graph.slots(each.name)), folded=op) for each in products]
+        return [*dict.fromkeys(itertools.chain(*map(_lift_matmul, lifts)))]
     links = {link.type: [_link_operand(lift.model, slot) for slot in graph.slots(link.name)[1:]] for link in chain}
     data, (scale, *_), (zero_point, *_) = (
         _link_operand(lift.model, source),
@@ -651,6 +671,14 @@ def add_constant(
     return graph.add_op(new_op(graph, name, dtype, shape, **constant, **fields))
 
 
+def add_transpose(graph: Graph, name: str, matrix: TensorRef, **fields: Any) -> TensorRef:
+    """Add a Transpose of a matrix of `graph`, with other `fields` of its op; return its tensor."""
+    output, attrs = graph.output(matrix), {"perm": [1, 0]}
+    shape = None if output.shape is None else output.shape[::-1]
+    transpose = new_op(graph, name, output.dtype, shape, kind="transpose", type="Transpose", attrs=attrs, **fields)
+    return graph.add_op(transpose, [matrix])
+
+
 def constant_value(constant: Op) -> Array:
     """Return the value of a constant."""
     if constant.read_value is None:
@@ -671,14 +699,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _unpacked_name(constant: Op) -> str:
     """Return the name of a constant before it was packed, or another name for one of another tool."""
-    name = constant.name.removesuffix(PACKED_SUFFIX).removesuffix(TRANSPOSED_SUFFIX)
+    name = constant.name.removesuffix(PACKED_SUFFIX).removesuffix(TRANSPOSED_SUFFIX).removesuffix(TABLE_SUFFIX)
     return name if name != constant.name else f"{name}/unpacked"
-
-
-def _dequantized_name(fused: Op, scale: Op) -> str:
-    """Return the name of the DequantizeLinear with a scale, as its family names both."""
-    name = scale.name.removesuffix(PACKED_SUFFIX)
-    return f"{name.removesuffix('/scale') if name.endswith('/scale') else fused.name}/dequant"
 
 
 def _size(constant: Op) -> int:

@@ -152,7 +152,10 @@ class ValueOutputs:
         if not self.lifted:
             return [np.asarray(result)]
         if len(self.outputs) > 1:
-            arrays = _split_packed_values(*(fetched[name] for name in self.outputs))
+            elements, sizes, ranks = (fetched[name] for name in self.outputs)  # of all values, concatenated
+            shapes = [tuple(shape.tolist()) for shape in np.split(sizes, np.cumsum(ranks))[:-1]]
+            parts = np.split(elements, np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64))[:-1]
+            arrays = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         else:
             arrays = result if isinstance(result, list) else [result]
             arrays = [value for value in arrays if value.shape != (0,)]
@@ -356,13 +359,6 @@ class SubgraphLifter:
         name = self._new_name()
         body.node.append(make_node("Constant", [], [name], value=TensorProto(data_type=dtype, dims=[0])))
         return name
-
-
-def _split_packed_values(elements: Array, sizes: Array, ranks: Array) -> list[Array]:
-    """Return the values whose elements, sizes and ranks are concatenated."""
-    shapes = [tuple(shape.tolist()) for shape in np.split(sizes, np.cumsum(ranks))[:-1]]
-    parts = np.split(elements, np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64))[:-1]
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 WatchMode = Literal["values", "values by flag", "sizes"]

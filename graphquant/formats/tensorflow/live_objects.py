@@ -334,8 +334,13 @@ def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject
     """Return a ConcreteFunction of the edited function, bound to the original captures and to learned ranges."""
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
-    graph_def = model.source.graph_def(emit(model))
-    _require_main_unchanged(graph_def, model.source.graph_def(model.source.message))
+    graph_def, source_graph_def = model.source.graph_def(emit(model)), model.source.graph_def(model.source.message)
+    if list(graph_def.node) != list(source_graph_def.node):
+        unexpected = next((node.name for node in graph_def.node if node not in source_graph_def.node), _CALL_OP)
+        raise UsageError(
+            f"{unexpected!r} is between the function and its caller, and a callable cannot contain it. Quantize ops"
+            " inside the function only."
+        )
     variables = learned_ranges(model)
     by_shared, captures = by_shared_name(variables), capture_in_functions(graph_def, variables)
     library = tensorflow.compat.v1.GraphDef.FromString(proto.to_binary(graph_def)).library
@@ -365,16 +370,6 @@ def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject
     concrete._variables_kept = graph.variables  # noqa: SLF001  # the function itself holds no reference to them
     concrete.learned_ranges = ranges
     return concrete
-
-
-def _require_main_unchanged(graph_def: Any, source_graph_def: Any) -> None:
-    """Refuse changes outside the function, which a callable cannot hold."""
-    if list(graph_def.node) != list(source_graph_def.node):
-        unexpected = next((node.name for node in graph_def.node if node not in source_graph_def.node), _CALL_OP)
-        raise UsageError(
-            f"{unexpected!r} is between the function and its caller, and a callable cannot contain it. Quantize ops"
-            " inside the function only."
-        )
 
 
 def _load_functions(library: Any) -> dict[str, Any]:

@@ -719,3 +719,37 @@ def test_lstm_weight_without_axes(tmp_path: Path) -> None:
     onnx.save(parse(body, "float[t, 3, 30] x", "float[t, 1, 3, 20] y", weights, opset=21), tmp_path / "float.onnx")
     (tmp_path / "r.toml").write_text(LSTM_RULES.format(per="block").replace("narrow", "block_size = 30\nnarrow"))
     assert "w" not in {site.tensor.op for site in gq.plan(tmp_path / "float.onnx", rules=tmp_path / "r.toml").sites}
+
+
+TIED = {
+    "Transpose": "e = Gather(w, i) t = Transpose<perm = [1, 0]>(w) y = MatMul(e, t)",
+    "Gemm": "e = Gather(w, i) y = Gemm<transB = 1>(e, w, b)",
+}
+
+
+@pytest.mark.parametrize("product", TIED)
+@pytest.mark.parametrize(("rules", "columns"), [("weight_only_int4", 256), ("weight_only_int8", 200), ("dynamic", 256)])
+def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, columns: int) -> None:
+    """A table and the product that reads it have one constant, one pair, and come back as the ops that they were."""
+    rows = 4200
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(rows, columns)).astype(np.float32)
+    weights = {"w": table} | ({"b": rng.normal(size=rows).astype(np.float32)} if product == "Gemm" else {})
+    message = parse(TIED[product], "int64[n] i", f"float[n,{rows}] y", weights)
+    onnx.save(message, tmp_path / "m.onnx")
+    result = gq.insert(tmp_path / "m.onnx", rules=[rules], validate=False)
+    assert len(result.plan.sites) == 1
+    result.save(tmp_path / "q.onnx")
+    quantized = onnx.load(tmp_path / "q.onnx")
+    assert [i.dims[0] for i in quantized.graph.initializer if np.prod(i.dims) >= table.size] == [rows]
+    assert op_counts(quantized)["DynamicQuantizeMatMul" if rules == "dynamic" else "MatMulNBits"] == 1
+    feeds = {"i": np.arange(0, rows, 91)}
+    assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 35
+    model = onnx_format.load(tmp_path / "q.onnx")
+    model.save(tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "q.onnx").read_bytes()
+    pairs = [op for op in model.main.ops() if op.kind == "dequantize"]
+    assert len({model.main.slots(op.name)[0] for op in pairs}) == 1
+    assert len(pairs) == (2 if rules == "dynamic" else 1)
+    stripped = op_counts(onnx_format.emit(gq.strip(tmp_path / "q.onnx").model))
+    assert stripped == {"Gather": 1} | ({"Gemm": 1} if product == "Gemm" else {"Transpose": 1, "MatMul": 1})
