@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from support.original_weights import original_weights, restore_weight
+from support.original_weights import decode_array, original_weights, restore_weight
 
 import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as onnx_format
 from graphquant.numerics import dequantize
 from graphquant.quantize import PREPARATION_STEPS, plan_from_json, plan_to_json, prepare
-from graphquant.quantize.preparation_undo import decode_array, encode_array
+from graphquant.quantize.preparation_undo import encode_array
 
 pytestmark = pytest.mark.usefixtures("rules_alone")
 

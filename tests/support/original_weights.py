@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.quantize.preparation_undo import _array_digest, _divide_by_factor, _float_bits, decode_array
+from graphquant.quantize.preparation_undo import _array_digest, _divide_by_factor, _float_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,3 +61,8 @@ def restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool]
     if _array_digest(exact) == record["sha256"]:
         return exact, True
     return quotient, False
+
+
+def decode_array(record: dict[str, Any]) -> Array:
+    """Return the array of a record that `encode_array` made."""
+    return np.frombuffer(base64.b64decode(record["data"]), record["dtype"]).reshape(record["shape"])
