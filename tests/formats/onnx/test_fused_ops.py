@@ -175,7 +175,7 @@ def test_rows_of_tables_have_the_same_bits(tmp_path: Path, dtype: str, per: str,
     table = rng.standard_normal((50, width)).astype(np.float32)
     onnx.save(parse("y = Gather(t, i)", "int64[n, 2] i", "float[n, 2, w] y", {"t": table}), tmp_path / "float.onnx")
     block = 32 if per == "block" else None
-    rules = write_rules(tmp_path / "r.toml", dtype, "", zero="asymmetric", block=block, per=per)
+    rules = write_rules(tmp_path / "r.toml", dtype, 'form = "packed"', zero="asymmetric", block=block, per=per)
     rules.write_text(rules.read_text().replace('per = "channel"', 'per = "channel"\naxis = 0'))
     result = gq.insert(tmp_path / "float.onnx", rules=rules)
     message = onnx_format.emit(result.model)
@@ -753,3 +753,27 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
     assert len(pairs) == (2 if rules == "dynamic" else 1)
     stripped = op_counts(onnx_format.emit(gq.strip(tmp_path / "q.onnx").model))
     assert stripped == {"Gather": 1} | ({"Gemm": 1} if product == "Gemm" else {"Transpose": 1, "MatMul": 1})
+
+
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release has no Cast of 4 bits")
+@pytest.mark.parametrize(("sizes", "op_type"), [("n", "MatMulNBits"), ("n, 1", "MatMulNBits"), ("n, 2", "MatMul")])
+def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op_type: str) -> None:
+    """A product that always has two rows or more is as fast as in float only if its weight is folded."""
+    weights = {"w": np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)}
+    onnx.save(
+        parse("y = MatMul(x, w)", f"float[{sizes}, 1024] x", f"float[{sizes}, 1024] y", weights), tmp_path / "m.onnx"
+    )
+    message = onnx_format.emit(gq.insert(tmp_path / "m.onnx", rules=["weight_only_int4"], validate=False).model)
+    assert op_counts(message)[op_type] == 1
+
+
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release has no Cast of 4 bits")
+def test_int4_tables_are_folded(tmp_path: Path) -> None:
+    """ONNX Runtime computes the rows of a table when it loads the model, because reading packed ones takes longer."""
+    weights = {"t": np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)}
+    message = parse("y = Gather(t, i)", "int64[n] i", "float[n, 32] y", weights)
+    onnx.save(message, tmp_path / "m.onnx")
+    quantized = onnx_format.emit(gq.insert(tmp_path / "m.onnx", rules=["tables_int4"], validate=False).model)
+    assert op_counts(quantized)["Gather"] == 1
+    feeds = {"i": np.arange(64)}
+    assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
