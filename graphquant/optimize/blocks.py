@@ -39,9 +39,7 @@ def find_blocks(model: Model, plan: Plan, site_indices: Collection[int]) -> tupl
         order = _computed_ops(graph, parameters)
         positions = {op: position for position, op in enumerate(order)}
         own_sites = [
-            (_site_position(plan, index, positions), index)
-            for index in site_indices
-            if name == (plan.sites[index].uses[0] if plan.sites[index].parameter else plan.sites[index].tensor).graph
+            (_site_position(plan, index, positions), index) for index in site_indices if _graph_of(plan, index) == name
         ]
         for start, stop in _split_into_runs(graph, order):
             weighted = [op for op in order[start:stop] if graph.op(op).kind in MAC_KINDS]
@@ -76,6 +74,12 @@ def find_selecting_sites(model: Model, plan: Plan) -> frozenset[int]:
         for index, site in enumerate(plan.sites)
         if (any(use[:2] in ops for use in site.uses) if site.parameter else site.tensor[:2] in ops)
     )
+
+
+def _graph_of(plan: Plan, index: int) -> str:
+    """Return the graph of the op that computes the tensor of a site, or that reads it if it is a parameter."""
+    site = plan.sites[index]
+    return site.uses[0].graph if site.parameter and site.uses else site.tensor.graph
 
 
 def _site_position(plan: Plan, index: int, positions: dict[str, int]) -> int:

@@ -394,8 +394,7 @@ class LatencyTimer:
 
 
 REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
-UNCLEAR_RATIOS = 0.95, 1.25  # interval of ratios in which the report's comparison is repeated
-REPORT_PAIRS, REPORT_ROUNDS = 3, 3  # number of pairs of sessions then, and minimum number of rounds of each
+UNCLEAR_RATIOS, REPORT_PAIRS, REPORT_ROUNDS = (0.95, 1.25), 3, 3  # when it is repeated, its pairs, minimum of rounds
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 

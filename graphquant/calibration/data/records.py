@@ -356,11 +356,7 @@ def open_onnx_sets(request: DataRequest) -> Dataset:
     for file in request.source.files:
         by_folder.setdefault(PurePosixPath(file.name).parent, []).append(file)
     # In numeric order, input_2.pb before input_10.pb.
-    test_sets = [
-        sorted(files, key=lambda file: (int((re.search(r"(\d{1,9})\.pb$", file.name) or "00")[1]), file.name))
-        for files in by_folder.values()
-    ]
-    test_sets = test_sets[: request.samples]
+    test_sets = [sorted(files, key=_number_and_name) for files in by_folder.values()][: request.samples]
 
     def read_test_sets(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for files in test_sets[start:stop]:
@@ -369,6 +365,11 @@ def open_onnx_sets(request: DataRequest) -> Dataset:
 
     digest = hash_files(f"{request.input_names}", itertools.chain.from_iterable(test_sets))
     return dataset_of_samples(request, read_test_sets, count=len(test_sets), digest=digest)
+
+
+def _number_and_name(file: DataFile) -> tuple[int, str]:
+    matched = re.search(r"(\d{1,9})\.pb$", file.name)
+    return int(matched[1]) if matched else 0, file.name
 
 
 def _test_set_feed(label: str, files: list[DataFile], names: list[str]) -> Feed:

@@ -249,13 +249,7 @@ def add_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
         return mapped
 
     file = flatbuffer_utils.convert_bytearray_to_object(bytearray(data))
-    tensors = file.subgraphs[0].tensors
-    for op, index in zip(signatures[0].inputs.values(), file.subgraphs[0].inputs, strict=True):
-        # The converter names quantized inputs after a pass, TensorFlow after their ops.
-        if tensors[index].name.startswith(b"tfl."):
-            for tensor in tensors:
-                tensor.name += b"/float" * (tensor.name == op.encode())  # an unused rest of the float input
-            tensors[index].name = op.encode()
+    _name_inputs(file.subgraphs[0], signatures[0])
     file.signatureDefs = []
     for signature in signatures:
         definition = schema.SignatureDefT()
@@ -264,6 +258,16 @@ def add_signatures(data: bytes, signatures: list[FrozenSignature]) -> bytes:
         definition.outputs = entries(signature.outputs, file.subgraphs[0].outputs)
         file.signatureDefs.append(definition)
     return bytes(flatbuffer_utils.convert_object_to_bytearray(file))
+
+
+def _name_inputs(graph: Any, signature: FrozenSignature) -> None:
+    """Name the quantized inputs after their ops, as TensorFlow does. The converter names them after a pass."""
+    for op, index in zip(signature.inputs.values(), graph.inputs, strict=True):
+        if graph.tensors[index].name.startswith(b"tfl."):
+            for tensor in graph.tensors:
+                if tensor.name == op.encode():  # an unused rest of the float input
+                    tensor.name += b"/float"
+            graph.tensors[index].name = op.encode()
 
 
 _SUBGRAPH_OPTIONS: Final = "subgraph", *(f"{name}SubgraphIndex" for name in ("then", "else", "cond", "body", "init"))
@@ -295,9 +299,7 @@ def join_tflite_files(files: Sequence[bytes]) -> bytes:
                     codes[_code_key(code)] = len(joined.operatorCodes)
                     joined.operatorCodes.append(code)
                 op.opcodeIndex = codes[_code_key(code)]
-                options = {} if op.builtinOptions is None else vars(op.builtinOptions)
-                for option in options.keys() & _SUBGRAPH_OPTIONS:  # indices of graphs that the op runs
-                    options[option] += first_graph
+                _shift_called_graphs(op, first_graph)
         for definition in file.signatureDefs:
             definition.subgraphIndex += first_graph
         joined.subgraphs += file.subgraphs
@@ -313,6 +315,13 @@ def _code_key(code: Any) -> tuple[Any, ...]:
 def _buffer_content(buffer: Any) -> bytes:
     """Return the bytes of a buffer of a TFLite file."""
     return b"" if buffer.data is None else bytes(buffer.data)
+
+
+def _shift_called_graphs(op: Any, shift: int) -> None:
+    """Add `shift` to the indices of the graphs that an op of a TFLite file runs."""
+    for option in _SUBGRAPH_OPTIONS:
+        if hasattr(op.builtinOptions, option):
+            setattr(op.builtinOptions, option, getattr(op.builtinOptions, option) + shift)
 
 
 _TENSOR_ARRAY: Final = re.compile(r"TensorArray(?:Read|Write|Gather|Scatter|Size|Split|Concat)?V[23]$")
