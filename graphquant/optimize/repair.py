@@ -740,11 +740,12 @@ class _Repair:
 
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
-            if result.stop_reason is not None:
-                # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-                self._request.budget.extend(2 * self._plan_work(base))
+            # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
+            work = 2 * self._plan_work(base)
+            if result.stop_reason is not None or work > self._request.budget.remaining:
+                self._request.budget.extend(work)
                 self._try_float(recipe_of(result.selection))
-                raise SearchLimitError(result.stop_reason)
+                raise SearchLimitError(result.stop_reason or "work")
             self._try_float(recipe_of(result.selection))
             missing = self._aim - self._estimate(recipe_of(result.selection))
             if missing <= 0 or not math.isfinite(missing):

@@ -550,7 +550,7 @@ ERROR_KINDS = frozenset({"all-nan", "index"})  # kinds of findings that no model
 
 def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
     """Return messages about indices that a table does not have."""
-    if use.table_rows is None or not stats.finite_count:
+    if use.table_rows is None or not use.selects_all or not stats.finite_count:
         return {}
     if stats.high >= use.table_rows or stats.low < -use.table_rows:
         return {

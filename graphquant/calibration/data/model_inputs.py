@@ -67,6 +67,7 @@ class InputUse:
 
     rescaled: bool = False  # True if the model changes the scale of the input before its first layer
     table_rows: int | None = None  # number of rows of the smallest table that the input selects from, or None
+    selects_all: bool = True  # False if a part or a function of the input selects rows, such as a column or a remainder
     layer: InputLayer | None = None  # first layer that stores the scale of its values, or None
 
 
@@ -125,6 +126,7 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
     """Search forward from an input up to the first weighted ops."""
     result, visited, pending = InputUse(), {start}, deque([start])
     behind: set[TensorRef] = set()  # tensors behind a weighted op that stores no scale
+    computed: set[TensorRef] = set()  # tensors that have other values than the input
     is_float = model.output(start).dtype in FLOAT_TYPES
     while pending and len(visited) < MAX_VISITED_OPS:
         tensor = pending.popleft()
@@ -137,6 +139,7 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                 axis = op.attrs.get("axis", 0)
                 if shape and axis == 0 and shape[0] is not None:
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
+                    result.selects_all &= tensor not in computed
                 continue
             if op.kind == "shape":
                 continue  # the length of the input, such as positions that depend on it
@@ -157,6 +160,8 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                 if not is_float or output.dtype is None or output.dtype in FLOAT_TYPES  # not the shape of the input
             ]
             behind.update(() if is_first else following)
+            is_same = tensor not in computed and (op.calls or op.kind in PASSING_KINDS | {"cast", "expand"})
+            computed.update(() if is_same else following)
             pending.extend(reached for reached in following if reached not in visited)
             visited.update(following)
     return result

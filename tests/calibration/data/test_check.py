@@ -436,6 +436,36 @@ def test_token_ids(tmp_path) -> None:
         gq.compare(model, model, str(save_arrays(tmp_path, ids=ids * 100, mask=mask)))
 
 
+def test_ids_of_several_tables(tmp_path) -> None:
+    """Columns of ids for tables of their own, and remainders of large ids, are not compared with the smallest table."""
+    rng = np.random.default_rng(0)
+    model = tmp_path / "m.onnx"
+    onnx.save(
+        onnx_model(
+            """g (int64[n, 2] ids) => (float[n, 4] y) {
+                first, second = Split<axis=1>(ids)
+                r = Mod(second, rows)
+                a = Gather(large, first)
+                b = Gather(small, r)
+                s = Add(a, b)
+                f = Squeeze(s, axes)
+                y = MatMul(f, weight)
+            }""",
+            {
+                "large": rng.normal(size=(90, 4)).astype(np.float32),
+                "small": rng.normal(size=(50, 4)).astype(np.float32),
+                "rows": np.array([50]),
+                "axes": np.array([1]),
+                "weight": rng.normal(size=(4, 4)).astype(np.float32),
+            },
+        ),
+        model,
+    )
+    ids = np.stack([rng.integers(0, 90, 40), rng.integers(0, 10**9, 40)], axis=1)
+    assert "index" not in model_findings(model, ids=ids)
+    assert gq.insert(model, data=str(save_arrays(tmp_path, ids=ids))).is_changed
+
+
 def test_outputs_without_information(tmp_path) -> None:
     """Saturated probabilities and equal outputs of different samples are found."""
     model = tmp_path / "m.onnx"
