@@ -277,9 +277,10 @@ class CalibrationData:
 def open_model_data(model: Model, spec: str | MemoryData, samples: int | None) -> Dataset:
     """Open the data of a spec for the inputs of a model, at most `samples` samples."""
     from graphquant.calibration.data import open_data
+    from graphquant.calibration.data.model_inputs import replaces_nan
 
     inputs = formats.format_module(model.format).input_specs(model)
-    return open_data(spec, inputs, samples=samples, check_in_background=True)
+    return open_data(spec, inputs, samples=samples, require_finite=not replaces_nan(model), check_in_background=True)
 
 
 DataT = TypeVar("DataT", "str | MemoryData", "str | MemoryData | None")

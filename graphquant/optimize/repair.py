@@ -741,9 +741,8 @@ class _Repair:
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-            work = 2 * self._plan_work(base)
-            if result.stop_reason is not None or work > self._request.budget.remaining:
-                self._request.budget.extend(work)
+            if result.stop_reason is not None or 2 * self._plan_work(base) > self._request.budget.remaining:
+                self._request.budget.extend(2 * self._plan_work(base))
                 self._try_float(recipe_of(result.selection))
                 raise SearchLimitError(result.stop_reason or "work")
             self._try_float(recipe_of(result.selection))

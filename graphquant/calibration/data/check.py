@@ -234,9 +234,8 @@ class _InputStats:
         width = values.shape[3] if values.shape[1] in {1, COLOUR_CHANNELS} else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
         for image in values.reshape(len(values), -1).astype(dtype):
-            planar, interleaved, distant = (
-                _mean_difference(image, distance) for distance in (width, width * COLOUR_CHANNELS, image.size // 2)
-            )
+            offsets = (width, width * COLOUR_CHANNELS, image.size // 2)
+            planar, interleaved, distant = (float(np.abs(np.subtract(image[n:], image[:-n])).mean()) for n in offsets)
             if layout == "gray":
                 interleaved = planar
             self.distant_difference += distant
@@ -287,12 +286,6 @@ class _SampleDeviations:
             level, squares = float(variances.mean()), float((variances**2).mean())
         is_even = 0 < squares < np.inf and level**2 > MIN_NOISE_EVENNESS * squares
         return float(np.sqrt(level * self.count / self.variance)) if is_even else None
-
-
-def _mean_difference(values: Array, distance: int) -> float:
-    """Return the mean absolute difference of values that are `distance` positions apart."""
-    differences = values[distance:] - values[:-distance]
-    return float(np.abs(differences, out=differences).mean())
 
 
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
@@ -392,7 +385,7 @@ def _find_mistakes(
     for model_input, stats in stats_of_inputs:
         use = uses.get(model_input.name, InputUse())
         input_findings = {
-            **_value_findings(stats, dataset),
+            **_value_findings(stats, use, dataset),
             **_scale_findings(model_input, stats, use, response),
             **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
@@ -443,12 +436,12 @@ def _dataset_findings(dataset: Dataset) -> dict[str, str]:
     return findings
 
 
-def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
+def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict[str, str]:
     """Return the messages, after the name of the input, about likely mistakes in its values, by kind."""
     findings = {}
     if stats.nan and not stats.finite_count:
         findings["all-nan"] = "receives no number, only NaN and infinite values. Fix the data."
-    elif stats.nan or stats.inf:
+    elif (stats.nan and not use.may_be_nan) or stats.inf:
         findings["not-finite"] = (
             f"receives {stats.nan} NaN and {stats.inf} infinite values, which calibration rejects. Fix the data, or"
             " remove these samples."

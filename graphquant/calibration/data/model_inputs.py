@@ -32,16 +32,14 @@ MAX_VISITED_OPS = 500  # number of ops after which the search for the first laye
 PASSING_KINDS = RESHAPING_KINDS | {"identity"}
 """Kinds that may stand between a weighted op and the addition of its bias."""
 
-NORMALIZING_KINDS = frozenset(
-    {"sub", "div", "mul", "add", "layernorm", "rmsnorm", "instancenorm", "groupnorm", "lrn", "log", "sqrt"}
-)
-"""Kinds that change the scale of an input."""
-
 MIN_MEANS = 4  # number of channels whose means do not all have the opposite sign by chance
 MIN_MEAN_DISTANCE = 0.2  # distance of means, in standard deviations, that a few samples do not cause by chance
 
 UNSCALING_KINDS = frozenset({"div", "layernorm", "rmsnorm", "instancenorm", "groupnorm", "lrn"})
 """Kinds that may divide values by their own size, so that no later layer shows the scale of an input."""
+
+NORMALIZING_KINDS = UNSCALING_KINDS | {"sub", "mul", "add", "log", "sqrt"}
+"""Kinds that change the scale of an input."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,9 +51,7 @@ class InputLayer:
     spread: Array  # float64 (C,), standard deviations of training, or absolute biases
     axis: int  # channel axis of the tensor
     has_variance: bool  # True for standard deviations of training, which a batch normalization stores
-    weight: Array | None = (
-        None  # (I, C), matrix that maps the tensor to the compared values; None for the tensor itself
-    )
+    weight: Array | None = None  # (I, C), matrix that maps the tensor to the compared values; None for itself
     is_first: bool = True  # False behind a weighted op that stores no scale, such as a spectrogram
     mean: Array | None = None  # float64 (C,), means of training, which a batch normalization stores
     offset: Array | None = None  # float64 (C,), bias that the tensor contains whatever the input is
@@ -69,6 +65,7 @@ class InputUse:
     table_rows: int | None = None  # number of rows of the smallest table that the input selects from, or None
     selects_all: bool = True  # False if a part or a function of the input selects rows, such as a column or a remainder
     layer: InputLayer | None = None  # first layer that stores the scale of its values, or None
+    may_be_nan: bool = False  # True if the model looks for NaN itself
 
 
 def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, InputUse]:
@@ -82,6 +79,11 @@ def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, I
     }
 
 
+def replaces_nan(model: Model) -> bool:
+    """Return True if the model has ops for missing values, as those of tables with columns of numbers do."""
+    return any(op.type in {"IsNaN", "IsNan", "Imputer"} for _, op in model.reachable_ops())
+
+
 def channel_moments(layer: InputLayer, values: Iterable[Array]) -> tuple[Array, Array] | None:
     """Return the means (C,) and standard deviations (C,) of the values that a layer compares with the stored ones.
 
@@ -91,9 +93,8 @@ def channel_moments(layer: InputLayer, values: Iterable[Array]) -> tuple[Array, 
     if (weight := layer.weight) is not None:
         values = (array @ weight for array in values if array.ndim and array.shape[-1] == len(weight))
     for array in values:
-        if array.ndim <= max(layer.axis, 1) or array.shape[layer.axis] != layer.spread.size:
-            return None
-        if not np.isfinite(array).all():
+        is_shaped = array.ndim > max(layer.axis, 1) and array.shape[layer.axis] == layer.spread.size
+        if not is_shaped or not np.isfinite(array).all():
             return None
         rows = np.moveaxis(array, layer.axis, -1).reshape(-1, layer.spread.size).astype(np.float64)
         count += len(rows)
@@ -124,7 +125,7 @@ def is_negated(layer: InputLayer, means: Array) -> bool:
 
 def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> InputUse:
     """Search forward from an input up to the first weighted ops."""
-    result, visited, pending = InputUse(), {start}, deque([start])
+    result, visited, pending = InputUse(may_be_nan=replaces_nan(model)), {start}, deque([start])
     behind: set[TensorRef] = set()  # tensors behind a weighted op that stores no scale
     computed: set[TensorRef] = set()  # tensors that have other values than the input
     is_float = model.output(start).dtype in FLOAT_TYPES

@@ -466,6 +466,38 @@ def test_ids_of_several_tables(tmp_path) -> None:
     assert gq.insert(model, data=str(save_arrays(tmp_path, ids=ids))).is_changed
 
 
+@pytest.mark.parametrize("replacement", ["means", "x"])
+def test_missing_values(tmp_path, replacement: str) -> None:
+    """A model that replaces NaN itself may receive it; another one may not."""
+    rng = np.random.default_rng(0)
+    model = tmp_path / "m.onnx"
+    test = "isn = IsNaN(x)" if replacement == "means" else "isn = Less(x, x)"
+    onnx.save(
+        onnx_model(
+            f"""g (float[n, 8] x) => (float[n, 4] y) {{
+                {test}
+                z = Where(isn, {replacement}, x)
+                y = MatMul(z, weight)
+            }}""",
+            {
+                "means": np.zeros(8, np.float32),
+                "weight": rng.normal(size=(8, 4)).astype(np.float32),
+            },
+        ),
+        model,
+    )
+    values = rng.normal(size=(40, 8)).astype(np.float32)
+    values[::3, 2] = np.nan
+    path = str(save_arrays(tmp_path, x=values))
+    if replacement == "means":
+        assert model_findings(model, x=values) == []
+        assert gq.insert(model, data=path).validation.worst_sqnr > 20
+    else:
+        assert "not-finite" in model_findings(model, x=values)
+        with pytest.raises(DataError, match="NaN"):
+            gq.insert(model, data=path)
+
+
 def test_outputs_without_information(tmp_path) -> None:
     """Saturated probabilities and equal outputs of different samples are found."""
     model = tmp_path / "m.onnx"
