@@ -728,7 +728,9 @@ TIED = {
 
 
 @pytest.mark.parametrize("product", TIED)
-@pytest.mark.parametrize(("rules", "columns"), [("weight_only_int4", 256), ("weight_only_int8", 200), ("dynamic", 256)])
+@pytest.mark.parametrize(
+    ("rules", "columns"), [("weight_only_int4", 256), ("weight_only_int8", 200), ("tables_int4", 256), ("dynamic", 256)]
+)
 def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, columns: int) -> None:
     """A table and the product that reads it have one constant, one pair, and come back as the ops that they were."""
     rows = 4200
