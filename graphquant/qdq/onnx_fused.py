@@ -152,12 +152,6 @@ def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
     return int(is_transposed) if is_plain else None
 
 
-def _least_rows(graph: Graph, use: Use) -> int:
-    """Return the rows of a matrix product, with 1 for sizes that are only known when the model runs."""
-    source = graph.slots(use.op)[0] if graph.op(use.op).kind in MATRIX_PRODUCT_KINDS else None
-    return 1 if source is None else math.prod(size or 1 for size in (graph.output(source).shape or ())[:-1])
-
-
 def count_product_weights(graphs: Mapping[str, Graph]) -> int:
     """Return the number of elements of all constants that matrix products read as weights, also through a Transpose."""
     weights: dict[TensorRef, Shape | None] = {}
@@ -209,9 +203,10 @@ class FusedOnnxFamily(OnnxFamily):
         )
         elements = math.prod(size or 0 for size in request.shape or ())
         is_large = model_weights >= MIN_MODEL_ELEMENTS << (level == FLOAT_LEVEL) and elements >= MIN_MATRIX_ELEMENTS
-        # At level 0 two rows or more take longer packed than as float.
-        has_many_rows = weight.bits == FLOAT_LEVEL_BITS and level == FLOAT_LEVEL and _least_rows(graph, use) > 1
-        is_faster = not is_table and is_fast and is_large and not has_many_rows
+        # At level 0 two rows or more take longer packed than as float. Unknown sizes may be 1.
+        source = graph.slots(use.op)[0] if op_type == "MatMulNBits" and level == FLOAT_LEVEL else None
+        rows = math.prod(size or 1 for size in (graph.output(source).shape or ())[:-1]) if source is not None else 1
+        is_faster = not is_table and is_fast and is_large and rows == 1
         # Some releases compute level 4 wrong with zero points (https://github.com/microsoft/onnxruntime/issues/29853).
         levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
         packed = [

@@ -246,9 +246,7 @@ class _Weight:
             return
         replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
 
-    def add_packed(
-        self, layout: MatrixLayout, suffix: str = "", *, sizes: tuple[int, ...] = ()
-    ) -> list[TensorRef | None]:
+    def add_packed(self, layout: MatrixLayout, suffix: str = "", sizes: tuple[int, ...] = ()) -> list[TensorRef | None]:
         """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points.
 
         Those of experts and of tables have the shape (*sizes, values of a row), without elements past the last column.
@@ -316,19 +314,18 @@ class _Weight:
         product = graph.op(use.op)
         if not is_dynamic_product(graph, product, use.slot, read):
             return
-        source, _, *bias = graph.slots(product.name)
-        constants = [*self.sources]
+        constants, (source, _, *bias) = self.sources, graph.slots(product.name)
         if graph.source_of(use) != self.tensor or product.numeric_attr("transB", 0):
             data, value = graph.output(constants[0]), partial(constant_value, model.op(constants[0]))
             suffix = TRANSPOSED_SUFFIX if product.numeric_attr("transB", 0) else TABLE_SUFFIX
             name, shape = f"{constants[0].op}{suffix}", fully_known_shape(data.shape) or ()
             if is_tied:
-                add_matrix = partial(add_transpose, graph, name, constants[0], anchor=dequantize.anchor)
+                create = partial(add_transpose, graph, name, constants[0], anchor=dequantize.anchor)
             else:
-                add_matrix = partial(
+                create = partial(
                     add_constant, graph, name, data.dtype, shape[::-1], lambda: np.array(value().T, order="C")
                 )
-            self.constants[suffix] = self.constants.get(suffix) or [add_matrix(rule=dequantize.rule)]
+            self.constants[suffix] = self.constants.get(suffix) or [create(rule=dequantize.rule)]
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
         result, columns = product, graph.output(constants[0]).shape[-1:]
         readers = graph.consumers(TensorRef(graph.name, product.name))
