@@ -206,7 +206,7 @@ class FusedOnnxFamily(OnnxFamily):
         # At level 0 two rows or more take longer packed than as float. Unknown sizes may be 1.
         source = graph.slots(use.op)[0] if op_type == "MatMulNBits" and level == FLOAT_LEVEL else None
         rows = math.prod(size or 1 for size in (graph.output(source).shape or ())[:-1]) if source is not None else 1
-        is_faster = not is_table and is_fast and is_large and rows == 1
+        is_faster = is_fast and is_large and rows == 1  # beside large products, the time of a table is small
         # Some releases compute level 4 wrong with zero points (https://github.com/microsoft/onnxruntime/issues/29853).
         levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
         packed = [

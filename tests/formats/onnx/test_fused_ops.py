@@ -770,12 +770,23 @@ def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op
 
 
 @pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release has no Cast of 4 bits")
-def test_int4_tables_are_folded(tmp_path: Path) -> None:
-    """ONNX Runtime computes the rows of a table when it loads the model, because reading packed ones takes longer."""
-    weights = {"t": np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)}
-    message = parse("y = Gather(t, i)", "int64[n] i", "float[n, 32] y", weights)
+@pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1024, "GatherBlockQuantized")])
+def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> None:
+    """ONNX Runtime computes the rows of a table when it loads the model, unless a large product takes longer anyway."""
+    dice = np.random.default_rng(0)
+    weights = {
+        "t": dice.normal(size=(512, 32)),
+        "w": dice.normal(size=(32, width)),
+        "v": dice.normal(size=(width, width)),
+    }
+    message = parse(
+        "e = Gather(t, i) f = MatMul(e, w) y = MatMul(f, v)",
+        "int64[n] i",
+        f"float[n, {width}] y",
+        {name: value.astype(np.float32) for name, value in weights.items()},
+    )
     onnx.save(message, tmp_path / "m.onnx")
     quantized = onnx_format.emit(gq.insert(tmp_path / "m.onnx", rules=["tables_int4"], validate=False).model)
-    assert op_counts(quantized)["Gather"] == 1
-    feeds = {"i": np.arange(64)}
+    assert op_counts(quantized)[op_type] == 1
+    feeds = {"i": np.arange(512)}
     assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
