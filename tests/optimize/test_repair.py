@@ -208,17 +208,18 @@ def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
     assert result.failures == ()
 
 
+@pytest.mark.parametrize("stop_reason", ["work", None])
 def test_a_limit_of_work_keeps_the_float_blocks_found_so_far(
-    outlier_net: Path, monkeypatch: pytest.MonkeyPatch
+    outlier_net: Path, monkeypatch: pytest.MonkeyPatch, stop_reason: str | None
 ) -> None:
-    """The plan with which the search for float blocks ends is built, also if the gain of algorithms is not known."""
+    """The plan with which the search for float blocks ends is built, also without work left to measure algorithms."""
     search, search_plan = repair._Repair._search_float_blocks, repair.search_cheapest_plan
 
     def search_until_limit(self: Any) -> None:
         def use_up_work(*args: Any, **options: Any) -> Any:
             result = search_plan(*args, **options)
             self._request.budget.work = self._request.budget.limit
-            return replace(result, stop_reason="work")
+            return replace(result, stop_reason=stop_reason)
 
         monkeypatch.setattr(repair, "search_cheapest_plan", use_up_work)
         search(self)
