@@ -55,9 +55,9 @@ class Clock:
 
 def graphquant(model: Path, data: Path, out: Path, clock: Clock) -> Callable[[], object]:
     """Its defaults, calibrated on all samples: the others have no check to keep some for."""
-    from graphquant import calibration
+    from graphquant.calibration import calibrate
 
-    calibration.collect_stats = clock.watched(calibration.collect_stats)  # before pipeline takes it
+    calibrate.collect_stats = clock.watched(calibrate.collect_stats)
     import graphquant as gq
 
     imported(model, data)

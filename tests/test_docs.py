@@ -23,10 +23,10 @@ from graphquant.cli import main
 from graphquant.errors import GraphQuantError
 from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.qdq import FAMILIES
-from graphquant.quantize import PREPARATION_STEPS
 from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
+from graphquant.quantize.prepare import PREPARATION_STEPS
 from graphquant.rules import rule_file_schema, shipped_rule_files
-from graphquant.rules import table_keys as keys_of
+from graphquant.rules.toml_document import table_keys as keys_of
 from graphquant.utils.option_types import RangeSource
 
 ROOT = Path(__file__).parent.parent

@@ -68,7 +68,7 @@ class ConversionReport(HtmlRepresentation):
     float_ops: tuple[FloatOp, ...]  # the ops that stayed float
     op_count: int  # the number of ops that compute something
     validation: Validation | None = None  # errors of the file on the hold-out, None if they were not measured
-    warnings: tuple[str, ...] = ()  # outputs of the file that have at least twice the error of the plan's pairs
+    warnings: tuple[str, ...] = ()  # outputs with at least twice the error of the plan's pairs, BatchNorms to fold
     failures: tuple[str, ...] = ()  # bounds that the file misses, and reasons why it is not usable
 
     @property

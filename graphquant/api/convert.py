@@ -13,7 +13,10 @@ from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import ModelError, UsageError
 from graphquant.ir import WEIGHTED_KINDS
+from graphquant.quantize import prepare
+from graphquant.quantize.fold_batchnorm import FOLD_BATCHNORM_STEP
 from graphquant.utils.atomic_files import lock_output, write_file
+from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -124,6 +127,10 @@ def convert_to_tflite(
             for model, data in zip(converted, files, strict=True)
         ]
     )
+    if is_dynamic and not report.agrees and (steps := prepare(result.source, (FOLD_BATCHNORM_STEP,))[1]):
+        targets = join_limited([step.target for step in steps])
+        advice = f'the converter folds {targets} into weights; a rule file with prepare = ["{FOLD_BATCHNORM_STEP}"]'
+        report = replace(report, warnings=(f"{advice} before the other rules plans the scales of the folded weights",))
     data = join_tflite_files(files)
     report = _with_validation(report, result, data)
     if path is not None:
@@ -176,7 +183,8 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
     return replace(
         report,
         validation=validation,
-        warnings=tuple(
+        warnings=report.warnings
+        + tuple(
             f"output {name!r} of the file has {after:.1f} dB, and {before:.1f} dB with the pairs of its plan"
             for name, after, before in worse
         ),

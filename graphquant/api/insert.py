@@ -151,9 +151,16 @@ def _make_plan(source: Model, settings: InsertOptions, objective: Objective, pro
     prepared, plan = prepare_and_plan(source, settings, settings.plan, sample_shapes=sample_shapes)
     plan, transfer = _apply_ranges(source, prepared, plan, settings)
     plan, pictures = _apply_pixel_ranges(prepared, plan, settings, read_first_sample)
-    data = _split_data(prepared, plan, objective, settings, open_samples)
+    unranged_sites = sites_needing_data(plan)
+    if transfer is not None and settings.data is None:
+        # A branch that no sample of the file's model reached stays float, as it does after a calibration.
+        conditional_ops = prepared.conditional_ops()
+        unranged_sites = tuple(
+            site for site in unranged_sites if site.tensor.op not in conditional_ops[site.tensor.graph]
+        )
+    data = _split_data(prepared, unranged_sites, plan, objective, settings, open_samples)
     if data.lacks_samples:
-        raise NeedsDataError(_needs_data_message(source, sites_needing_data(plan), transfer))
+        raise NeedsDataError(_needs_data_message(source, unranged_sites, transfer))
     caches = _observe_caches(source, prepared, data, settings)
     return InsertInputs(
         source=source,
@@ -203,6 +210,7 @@ def _apply_pixel_ranges(
 
 def _split_data(
     prepared: Model,
+    unranged_sites: Sequence[Site],
     plan: Plan,
     objective: Objective,
     settings: InsertOptions,
@@ -215,7 +223,7 @@ def _split_data(
         open_samples=open_samples,
         validates=settings.validate,
         stats=None if settings.stats is None else resolve_stats(settings.stats),
-        needs_ranges=bool(sites_needing_data(plan)) or settings.kv_cache is not None,
+        needs_ranges=bool(unranged_sites) or settings.kv_cache is not None,
         runs_algorithms=bool(plan.algorithms and plan.sites),
         has_bounds=bool(objective.bounds),
         has_search=objective.uses_search_set,

@@ -178,6 +178,17 @@ class Graph:
         effects = (op.name for op in self.ops() if op.kind == "stateful")
         return dict.fromkeys(reachable((*self.outputs, *effects), self.predecessors))
 
+    def switched_ops(self) -> Container[str]:
+        """Return the ops in branches of TensorFlow 1: those after a Switch that is no loop's, up to the next Merge."""
+
+        def successors(name: str) -> list[str]:
+            return [target for target in self.successors(name) if self.op(target).kind != "merge"]
+
+        switches = [op.name for op in self.ops() if op.kind == "switch"]
+        conditions = [self.source_of(Use(self.name, name, 1)) for name in switches]
+        branches = (a for a, b in zip(switches, conditions, strict=True) if b and self.op(b.op).kind != "loop_cond")
+        return frozenset(reachable(branches, successors))
+
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
         """Return the consumers of each output port of op `name`."""
         by_port: dict[int, list[Use]] = {}
@@ -466,14 +477,20 @@ class Model(HtmlRepresentation):
         """Return the kinds of the ops that a run can reach."""
         return {op.kind for _, op in self.reachable_ops()}
 
-    def graphs_reachable_from(self, starts: Iterable[str]) -> list[str]:
-        """Return the graphs `starts` and all graphs that they call."""
+    def graphs_reachable_from(self, starts: Iterable[str], ignored_kind: str = "") -> list[str]:
+        """Return the graphs `starts` and all graphs that they call, but not by ops of `ignored_kind`."""
 
-        def callees(name: str) -> Iterator[str]:
-            calls = (call for op in self.graphs[name].ops() for call in op.calls)
-            return (call.graph for call in calls if call.graph in self.graphs)
+        def callees(name: str) -> list[str]:
+            calls = [call for op in self.graphs[name].ops() if op.kind != ignored_kind for call in op.calls]
+            return [call.graph for call in calls if call.graph in self.graphs]
 
         return reachable(starts, callees)
+
+    def conditional_ops(self) -> dict[str, Container[str]]:
+        """Return the ops of branches, which no run may need, by reachable graph."""
+        certain = self.graphs_reachable_from(self.entry_graphs, "if")
+        graphs = map(self.graphs.__getitem__, self.reachable_graphs())
+        return {graph.name: graph.switched_ops() if graph.name in certain else graph for graph in graphs}
 
     def copy(self) -> Model:
         """Return a model whose graphs can be edited without changing this one. Ops and the source are shared."""

@@ -2,7 +2,6 @@
 
 from graphquant.numerics.affine import (
     FLOAT4_NAME,
-    FLOAT8_NAMES,
     FLOAT_NAMES,
     LARGEST_VALUE,
     MIN_BITS,
@@ -30,5 +29,4 @@ from graphquant.numerics.affine import (
     round_scale_to_float16,
     rows_per_slab,
     split_block_scales,
-    split_blocks,
 )

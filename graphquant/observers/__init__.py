@@ -8,9 +8,7 @@ from graphquant.observers.sketch import (
     Sketch,
     SketchAccumulator,
     add_all,
-    bin_edges,
     bin_means,
-    coarsen_histogram,
     merge_sketches,
     sketch_values,
 )

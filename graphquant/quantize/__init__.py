@@ -12,13 +12,11 @@ from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan, pla
 from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, SiteSelection, make_plan, required_opset
 from graphquant.quantize.preparation_undo import Step
 from graphquant.quantize.prepare import (
-    PREPARATION_STEPS,
     find_skipped_steps,
     format_step_counts,
     look_through_dropped_ops,
     parse_step_names,
     prepare,
-    prepared_digest,
 )
 from graphquant.quantize.range_files import export_ranges, ranges_of_model, read_range_file
 from graphquant.quantize.solver import FLOAT8_NOT_RUNNABLE, explain_scale, solve_scales

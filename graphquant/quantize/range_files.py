@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,27 +66,35 @@ def ranges_as_model(ranges: Iterable[NamedRange], path: Path | None) -> Model:
 
 def ranges_of_model(model: Model) -> Model:
     """Return the learned ranges of a model with quantization ops. Raise a UsageError if it has none."""
-    entries = []
-    for name, constant, params in iterate_quantized_tensors(model):
+    entries: dict[str, dict[str, NamedRange]] = {}  # by name and graph
+    for graph, name, constant, params in iterate_quantized_tensors(model):
         if isinstance(params.type, IntType) and params.block is None:
             scale, zero_point = params.scale.reshape(-1), params.zero_point.reshape(-1)
-            entries.append(
-                NamedRange(
-                    name=name,
-                    dtype=params.type.name,
-                    scale=tuple(scale.astype(float).tolist()),
-                    zero_point=tuple(zero_point.tolist()),
-                    constant=constant,
-                    axis=params.axis or 0,
-                )
+            entry = NamedRange(
+                name=name,
+                dtype=params.type.name,
+                scale=tuple(scale.astype(float).tolist()),
+                zero_point=tuple(zero_point.tolist()),
+                constant=constant,
+                axis=params.axis or 0,
             )
+            # A tensor may have several pairs; the first is nearest to its producer.
+            entries.setdefault(name, {}).setdefault(graph, entry)
     if not entries:
         raise UsageError(
             f"{model.path or 'The model'} has no quantization, so it has no ranges. Pass a quantized model, a TFLite"
             " file, AIMET encodings, a TensorRT calibration cache, or tensor overrides of onnxruntime."
         )
-    # A tensor may have several pairs; the first is nearest to its producer.
-    return ranges_as_model({entry.name: entry for entry in reversed(entries)}.values(), model.path)
+    counts = Counter(output.name for _, op in model.reachable_ops() for output in op.outputs)
+    unique = []
+    for name, by_graph in entries.items():
+        # Branches and functions may have tensors of one name, each with its own range or none.
+        is_ambiguous = len({*by_graph.values()}) > 1 or len(by_graph) < counts[name]
+        graphs = [f"{graph}/" if graph and is_ambiguous else "" for graph in by_graph]
+        unique += [
+            entry._replace(name=f"{graph}{name}") for graph, entry in zip(graphs, by_graph.values(), strict=True)
+        ]
+    return ranges_as_model(unique, model.path)
 
 
 def read_range_file(path: Path) -> Model:

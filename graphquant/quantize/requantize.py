@@ -68,8 +68,8 @@ def requantize(model: Model) -> Iterator[Step]:
         yield edits.to_step(REQUANTIZE_STEP, graph, op, f"its readers read {float_tensor}")
 
 
-def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, bool, QParams]]:
-    """Yield the tensors with a known scale by their names after `requantize`: name, True for a constant, and params."""
+def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, str, bool, QParams]]:
+    """Yield the tensors with a known scale: graph, name after `requantize`, True for a constant, and params."""
     parameters = Parameters(model)
     for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):
         params = read_qparams(graph, op, parameters)
@@ -78,11 +78,12 @@ def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, bool, QParams
         float_tensor = _float_source(model, graph, op)
         if float_tensor is not None:
             constant = parameters.is_parameter(float_tensor)
-            yield model.output(float_tensor).name or str(float_tensor), constant, params
+            name = model.output(float_tensor).name or str(float_tensor)
+            yield float_tensor.graph, name, constant, params
             if _pair_removes_negatives(model, float_tensor, params):
-                yield _relu_name(float_tensor), constant, params
+                yield float_tensor.graph, _relu_name(float_tensor), constant, params
         elif _reads_stored_integers(model, graph, op):
-            yield _float_constant_name(op), True, params
+            yield graph.name, _float_constant_name(op), True, params
 
 
 def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:

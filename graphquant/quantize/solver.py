@@ -132,7 +132,7 @@ def _skip_weights_in_bodies(state: SolverState, unreached: set[str]) -> None:
         if uses and site.parameter and index in state.ranges and site.range is None:
             other_uses = [use for use in site.uses if use not in uses]
             skipped = state.divide_site(index, [other_uses, uses])[1] if other_uses else index
-            state.skip_site(skipped, SkipCode.RANGE, "no calibration sample reached the ops that read it")
+            state.skip_site(skipped, SkipCode.RANGE, "the ops that read it are in a branch without ranges")
             del state.ranges[skipped]
 
 
@@ -251,8 +251,8 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         return [sketch_values(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
     sketch = sketches.get(site.tensor, EMPTY_SKETCH)
     if not sketch.count:
-        reason = "it was empty for every calibration sample that reached it"
-        raise DataError(reason if sketch.empty_arrays else "no calibration sample reached it")
+        unreached = "no calibration sample reached it, and no range is given"
+        raise DataError("it was empty for each sample that reached it" if sketch.empty_arrays else unreached)
     if sketch.inf:
         raise DataError(TAKES_INFINITE_VALUES)
     _refuse_sentinels(sketch)

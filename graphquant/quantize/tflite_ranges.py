@@ -47,11 +47,14 @@ if TYPE_CHECKING:
 # the names of several tensors belongs to none of them. Constants have such names too and never match: a kernel named
 # `conv` is not the output of the op `conv`.
 
-CONVERTER_PREFIXES = re.compile(r"^((Stateful)?PartitionedCall/|serving_default_)+")
+CONVERTER_PREFIXES = re.compile(r"^((Stateful)?PartitionedCall(_\d+)?/|serving_default_)+")
 """Prefixes that the converter adds to names inside a SavedModel's functions and to its inputs."""
 
 INLINED_PREFIX = re.compile(r"^.*/(?:body|cond|then|else)/_\d+/")
 """The prefix that freezing puts before the names of ops in loops and branches."""
+
+PREFIX_NUMBERS = re.compile(r"(?:^|(?<=/))_(?:functionalize_\w+_)?\d+/")
+"""Parts of prefixes that are numbered anew whenever a model is frozen or converted."""
 
 INSERTED_SUFFIXES = re.compile(r"/(?:quant|bias_add|bias_folded)\d*$")
 """Suffixes of ops that graphquant inserts: a Q/DQ pair, or the bias of a folded BatchNorm."""
@@ -65,16 +68,21 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
     Tensors with conflicting names are omitted. `activations` are the file's tensors to match, `names` all of its names.
     """
     refs_by_spelling: dict[str, list[TensorRef]] = {}
+    refs_by_path: dict[str, list[TensorRef]] = {}
     ranks: dict[TensorRef, int] = {}
+    prefixes = _frozen_prefixes(model)
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op_rank, op in enumerate(graph.topological_order(with_loops=True)):
             for port, output in enumerate(graph.op(op).outputs):
                 ref = TensorRef(name, op, port)
                 ranks[ref] = op_rank
-                spellings = {f"{op}:{port}": 0, output.name: 0, **({op: 0} if not port else {})}
-                for spelling in spellings:
+                spellings = (f"{op}:{port}", output.name, f"{name}/{output.name}", *([] if port else [op]))
+                for spelling in dict.fromkeys(spellings):
                     refs_by_spelling.setdefault(spelling, []).append(ref)
+                if name in prefixes and not port:
+                    refs_by_path.setdefault(PREFIX_NUMBERS.sub("", prefixes[name] + op), []).append(ref)
+    refs_by_spelling.update(refs_by_path)  # an op in a branch or function may have the name of one outside
     parameters = Parameters(model)
     claims: dict[TensorRef, list[str]] = {}
     direct_claims: dict[TensorRef, list[str]] = {}  # of tensors that are passed on from another one
@@ -105,6 +113,18 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
             for name in claimants[1:]
         )
     }
+
+
+def _frozen_prefixes(model: Model) -> dict[str, str]:
+    """Return the prefix that freezing puts before the names of ops in each graph, without numbers, if it is known."""
+    names = model.reachable_graphs()  # callers first
+    callers = model.callers(frozenset(names))
+    prefixes = dict.fromkeys(model.entry_graphs, "")
+    for name in names:
+        for use, call in callers[name] if len(callers.get(name, ())) == 1 else ():
+            part = "" if call.attr in {"", "f"} else f"{call.attr.removesuffix('_branch')}/"
+            prefixes[name] = CONVERTER_PREFIXES.sub("", f"{prefixes.get(use.graph, '')}{use.op}/{part}")
+    return prefixes
 
 
 def _last_folded_tensor(
@@ -161,7 +181,8 @@ def _find_fused_tensors(
     for name_part, is_unique in unique_parts.items():
         plain_name = CONVERTER_PREFIXES.sub("", name_part)
         base_name = INSERTED_SUFFIXES.sub("", plain_name)  # if graphquant inserted the op
-        spellings = (plain_name, base_name, INLINED_PREFIX.sub("", base_name))
+        path = CONVERTER_PREFIXES.sub("", PREFIX_NUMBERS.sub("", base_name))
+        spellings = (plain_name, base_name, path, INLINED_PREFIX.sub("", base_name))
         for ref in next((refs_by_spelling[spelling] for spelling in spellings if spelling in refs_by_spelling), ()):
             refs_by_graph.setdefault(ref.graph, ([], []))[not is_unique].append(ref)
     candidates = (

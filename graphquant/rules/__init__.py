@@ -17,10 +17,8 @@ from graphquant.rules.toml_document import (
     KeyPath,
     Mistake,
     describe_table_schema,
-    field_descriptions,
     mistakes_error,
     parse_document,
     read_document,
-    table_keys,
     validate_document,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary, QuantizationOp, StoredScaleTensor
     from graphquant.api import Result
     from graphquant.calibration import Stats
-    from graphquant.ir import StoredQuantization
+    from graphquant.ir import StoredQuantization, TensorRef
     from graphquant.numerics import Array
     from graphquant.optimize import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
@@ -101,7 +101,7 @@ def result_view(result: Result, *, tables: bool = True, to_tflite: bool = False)
         sections += runtime_lines[: None if tables else 1]
     sections += [] if tables else _count_lines(result)
     if result.tflite_ranges is not None:
-        sections += _tflite_ranges(result.tflite_ranges)
+        sections += _tflite_ranges(result.tflite_ranges, {skip.tensor for skip in result.skips})
     sections += [plain_line(str(tensor)) for tensor in result.io if not tensor.cache]
     if caches := [tensor for tensor in result.io if tensor.cache]:
         count, per = len(caches), caches[0].cache
@@ -329,7 +329,7 @@ def conversion_view(
     lines: list[RenderableType] = [plain_line(message, style="bold")]
     if conversion.validation is not None:
         lines += [plain_line("The file in TFLite's interpreter:"), *validation_view(conversion.validation)]
-        lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
+    lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
     if not tables:
         return Group(*lines[:1], *float_lines[:FLOAT_OPS_SHOWN], *lines[1:])
     table = Table(CONVERSION_COLUMNS, conversion.tensors)
@@ -352,13 +352,14 @@ CONVERSION_COLUMNS: tuple[Column[ConvertedTensor], ...] = (
 )
 
 
-def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
+def _tflite_ranges(ranges: RangeTransfer, float_tensors: Container[TensorRef]) -> list[RenderableType]:
     exact = sum(applied.exact for applied in ranges.transferred)
     heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the other model'}"
     lines: list[RenderableType] = [plain_line(f"{heading}, {exact} with its exact scale and zero point.")]
-    for label, names in (("only", ranges.unused), ("not", list(map(str, ranges.missing)))):
-        if names:
-            lines.append(plain_line(f"{label} in that file: {join_names(names)}", style="yellow"))
+    missing = group_values((tensor in float_tensors, str(tensor)) for tensor in ranges.missing)
+    labels = {True: "warning: not in that file, so they stay float", False: "not in that file"}
+    listed = [("only in that file", ranges.unused), *((labels[key], names) for key, names in missing.items())]
+    lines += [plain_line(f"{label}: {join_names(names)}", style="yellow") for label, names in listed if names]
     return lines
 
 

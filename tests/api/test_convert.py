@@ -678,8 +678,11 @@ def test_weights_alone_give_dynamic_range(samples: Path, tmp_path: Path) -> None
     tensorflow = pytest.importorskip("tensorflow")
     (tmp_path / "fold.toml").write_text('prepare = ["fold-batchnorm"]\n')
     model = gq.freeze(gq.load(samples / "digits_cnn_saved_model"))
+    unfolded = gq.convert_to_tflite(gq.insert(model, rules="weight_only"), None)
+    assert (unfolded.agrees, len(unfolded.warnings), "fold-batchnorm" in unfolded.warnings[0]) == (False, 1, True)
     result = gq.insert(model, rules=[str(tmp_path / "fold.toml"), "weight_only"])
     conversion = gq.convert_to_tflite(result, tmp_path / "x.tflite")
+    assert conversion.warnings == ()
     assert (conversion.agrees, 0 < len(conversion.tensors) < len(result.inserted)) == (True, True)
     assert all(line.runtime is not None and line.runtime[0].size > 1 for line in conversion.tensors)
     runner = tensorflow.lite.Interpreter(str(tmp_path / "x.tflite")).get_signature_runner("serving_default")
@@ -826,3 +829,51 @@ def test_a_softmax_that_is_a_second_operand_has_one_range(compute: Callable[...,
     assert conversion.validation is not None
     assert conversion.validation.worst_sqnr is not None
     assert conversion.validation.worst_sqnr > 20
+
+
+def write_branches(folder: Path) -> None:
+    """Write a SavedModel and a GraphDef of a tf.cond whose branches have convolutions of the same name."""
+    import tensorflow as tf
+    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+    rng = np.random.default_rng(0)
+    kernels = [tf.Variable(rng.normal(0, size, (1, 1, 4, 4)).astype(np.float32)) for size in (1, 1, 9, 1)]
+
+    class Net(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([1, 6, 6, 4])])
+        def __call__(self, x):
+            def layer(value, kernel):
+                return tf.nn.relu(tf.nn.conv2d(value, kernels[kernel], 1, "SAME"))
+
+            start = layer(x, 0)
+            joined = tf.cond(tf.reduce_mean(x) > 0, lambda: layer(start, 1), lambda: layer(start, 2))
+            return {"y": layer(joined, 3)}
+
+    net = Net()
+    net.kernels = kernels  # a saved module owns its variables
+    tf.saved_model.save(net, str(folder / "net"), signatures={"serving_default": net.__call__})
+    frozen = convert_variables_to_constants_v2(net.__call__.get_concrete_function(), lower_control_flow=True)
+    (folder / "net.pb").write_bytes(frozen.graph.as_graph_def().SerializeToString())
+    shifts = np.where(np.arange(16) % 2, 2, -2)[:, None, None, None]
+    images = rng.normal(0, 1, (16, 6, 6, 4)) + shifts
+    np.savez(folder / "both.npz", x=images.astype(np.float32))
+    np.savez(folder / "one.npz", x=np.abs(images).astype(np.float32))
+
+
+def test_ranges_of_branches(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Each branch takes its own scale of a TFLite file, and a branch without any stays float, with a warning."""
+    pytest.importorskip("tensorflow")
+    write_branches(tmp_path)
+    frozen = gq.freeze(gq.load(tmp_path / "net"))
+    result = gq.insert(frozen, data=f"{tmp_path / 'both.npz'}", rules="tflite", min_sqnr="none")
+    gq.convert_to_tflite(result, tmp_path / "net.tflite")
+    again = gq.insert(tmp_path / "net", ranges=tmp_path / "net.tflite", rules="tflite", validate=False)
+    scales = {
+        pair.site.tensor.graph.split("_")[1]: float(np.asarray(pair.params.scale).item())
+        for pair in again.inserted
+        if "cond" in pair.site.tensor.graph and pair.site.tensor.op.endswith("/Relu")
+    }
+    assert scales["false"] > 3 * scales["true"]
+    cli("insert", tmp_path / "net.pb", "--data", tmp_path / "one.npz", "-o", tmp_path / "one.pb", "--min-sqnr", "none")
+    text = cli("insert", tmp_path / "net.pb", "--ranges", tmp_path / "one.pb", "-o", tmp_path / "again.pb").stdout
+    assert re.search(r"warning: not in that file.*cond/else/_\d+/cond/Relu:0", text)

@@ -18,7 +18,7 @@ from graphquant.batch.manifest import MANIFEST_NAME, PROJECT_FILE, load_entries
 from graphquant.batch.manifest_schema import MANIFEST_FORM, OMITTED_OPTIONS, EntrySettings, manifest_schema, set_keys
 from graphquant.batch.types import Entry, Gates
 from graphquant.errors import ManifestError, UsageError
-from graphquant.rules import field_descriptions, table_keys
+from graphquant.rules.toml_document import field_descriptions, table_keys
 from graphquant.utils.options import InsertOptions, option_fields
 
 MODELS = {

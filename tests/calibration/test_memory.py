@@ -38,7 +38,8 @@ import re, sys
 from pathlib import Path
 import numpy as np
 from graphquant import formats
-from graphquant.calibration import CalibrationRun, all_float_targets, collect_stats, measure_footprint
+from graphquant.calibration import CalibrationRun, all_float_targets, measure_footprint
+from graphquant.calibration.calibrate import collect_stats
 from graphquant.calibration.data import Dataset
 
 onnx_format = formats.format_module("onnx")

@@ -11,13 +11,13 @@ from support.plans import make_plan
 
 import graphquant as gq
 from graphquant.calibration import (
-    ObservationTarget,
     all_float_targets,
     finest_histogram_bits,
     plan_targets,
     sites_needing_data,
     with_observer,
 )
+from graphquant.calibration.targets import ObservationTarget
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Op, Output, TensorRef, Use
 from graphquant.quantize import Site

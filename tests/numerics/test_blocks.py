@@ -16,8 +16,8 @@ from graphquant.numerics import (
     dequantize,
     qparams_from_scale,
     quantize,
-    split_blocks,
 )
+from graphquant.numerics.affine import split_blocks
 
 
 @st.composite

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from support.qparams import choose_qparams
 
 from graphquant.numerics import (
-    FLOAT8_NAMES,
     FloatType,
     IntType,
     QuantizationGrid,
@@ -20,6 +19,7 @@ from graphquant.numerics import (
     qparams_from_scale,
     quantize,
 )
+from graphquant.numerics.affine import FLOAT8_NAMES
 
 floats = st.floats(width=32, allow_nan=False)
 

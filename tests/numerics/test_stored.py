@@ -16,8 +16,8 @@ from graphquant.numerics import (
     parse_type,
     quantize,
     quantize_to_dtype,
-    split_blocks,
 )
+from graphquant.numerics.affine import split_blocks
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "int16", "float8_e4m3fn"])

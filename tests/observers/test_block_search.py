@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphquant.numerics import QuantizationGrid, Range, dequantize, parse_type, quantize, split_blocks
+from graphquant.numerics import QuantizationGrid, Range, dequantize, parse_type, quantize
+from graphquant.numerics.affine import split_blocks
 from graphquant.observers import block_search, search_block_params
 from graphquant.observers.block_search import SQUARED_MEAN
 

@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from graphquant.errors import DataError, InternalError
-from graphquant.observers import (
-    EMPTY_SKETCH,
-    Sketch,
-    bin_edges,
-    bin_means,
-    coarsen_histogram,
-    merge_sketches,
-    sketch_values,
-)
+from graphquant.observers import EMPTY_SKETCH, Sketch, bin_means, merge_sketches, sketch_values
+from graphquant.observers.sketch import bin_edges, coarsen_histogram
 
 arrays = npst.arrays(np.float32, st.just((4, 3)), elements=st.floats(width=32))
 wide = npst.arrays(np.float64, st.integers(0, 6), elements=st.floats() | st.sampled_from([1.0, 1.001, 1.002, -1.0]))

@@ -16,7 +16,8 @@ from graphquant import api
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
-from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QParams, dequantize, parse_type, quantize
+from graphquant.numerics import FloatType, IntType, QParams, dequantize, parse_type, quantize
+from graphquant.numerics.affine import FLOAT8_NAMES
 from graphquant.quantize import SkipCode
 
 INTEGERS = tuple(f"{sign}int{bits}" for bits, sign in itertools.product((2, 3, 4, 5, 6, 7, 8, 12, 16), ("", "u")))

@@ -96,7 +96,6 @@ def test_large_constants_are_stored_by_reference(tmp_path):
     bare = onnx.NodeProto.FromString(base64.b64decode(item["node"]))
     assert (list(bare.attribute[0].t.dims), bare.attribute[0].t.raw_data) == ([1 << 17], b"")
     assert item["value"]["now"] == "k"
-    from graphquant.quantize import original_weights
 
     ((restored, exact),) = original_weights(step, lambda name: prepared.main.op(name).read_value()).values()
     assert exact

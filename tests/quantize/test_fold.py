@@ -18,14 +18,8 @@ from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
-from graphquant.quantize import (
-    find_skipped_steps,
-    plan_from_json,
-    plan_to_json,
-    prepare,
-    prepared_digest,
-)
-from graphquant.quantize.prepare import NO_MOVING_STATISTICS
+from graphquant.quantize import find_skipped_steps, plan_from_json, plan_to_json, prepare
+from graphquant.quantize.prepare import NO_MOVING_STATISTICS, prepared_digest
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RNG = np.random.default_rng(7)

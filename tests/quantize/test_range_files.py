@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 
 import graphquant as gq
-from graphquant.errors import DataError, UsageError
+from graphquant.errors import DataError, NeedsDataError, UsageError
 from graphquant.formats.onnx import create_runner
-from graphquant.quantize import range_files
+from graphquant.quantize import SkipCode, range_files
 from graphquant.quantize.range_files import read_range_file
 
 pytestmark = pytest.mark.usefixtures("rules_alone")
@@ -195,3 +197,59 @@ def test_the_command(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> 
     result = cli("insert", model, *data, "-o", tmp_path / "c.onnx", "--export-ranges", ranges, code=2)
     assert "r.encodings" in result.stderr
     assert not tmp_path.joinpath("c.onnx").exists()
+
+
+@pytest.fixture
+def branching(tmp_path: Path) -> Path:
+    """Return an ONNX model whose branches both have a tensor `r`, each with values of its own size."""
+    text = """<ir_version: 8, opset_import: ["": 13]> g (float[2,4,6,6] x, bool rare) => (float[2,4,6,6] y) {
+        a = Conv(x, w0)
+        b = Relu(a)
+        z = If (rare) <
+            then_branch = yes () => (float[2,4,6,6] t) { c = Conv(b, w1) r = Relu(c) d = Conv(r, w2) t = Relu(d) },
+            else_branch = no () => (float[2,4,6,6] f) { e = Conv(b, w3) r = Relu(e) h = Conv(r, w2) f = Relu(h) }>
+        y = Conv(z, w0)
+    }"""
+    model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for index, size in enumerate((1, 1, 1, 50)):
+        weight = size * rng.normal(size=(4, 4, 1, 1)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(weight, f"w{index}"))
+    onnx.save(model, tmp_path / "net.onnx")
+    images, flags = rng.normal(size=(16, 2, 4, 6, 6)).astype(np.float32), np.arange(16) % 2 > 0
+    np.savez(tmp_path / "both.npz", x=images, rare=flags)
+    np.savez(tmp_path / "one.npz", x=images, rare=np.zeros(16, bool))
+    return tmp_path / "net.onnx"
+
+
+def activation_scales(result: gq.Result) -> dict[str, float]:
+    """Return the scale of each quantized activation by tensor."""
+    pairs = [pair for pair in result.inserted if not pair.site.parameter]
+    return {str(pair.site.tensor): float(np.asarray(pair.params.scale).item()) for pair in pairs}
+
+
+def test_equal_names_in_branches(branching: Path) -> None:
+    """Tensors of one name in two branches take each the range of its own branch."""
+    first = gq.insert(branching, data=f"{branching.parent / 'both.npz'}", rules="onnxruntime", min_sqnr="none")
+    again = gq.insert(branching, ranges=first.model, rules="onnxruntime", validate=False)
+    scales = activation_scales(first)
+    assert scales["z/else_branch/r:0"] > 10 * scales["z/then_branch/r:0"]
+    assert activation_scales(again) == scales
+
+
+def test_branch_without_given_ranges(branching: Path) -> None:
+    """A branch that no range is given for stays float, and other tensors without a range are an error."""
+    first = gq.insert(branching, data=f"{branching.parent / 'one.npz'}", rules="onnxruntime", min_sqnr="none")
+    again = gq.insert(branching, ranges=first.model, rules="onnxruntime", validate=False)
+    assert activation_scales(again) == activation_scales(first)
+    assert {str(tensor) for tensor in again.tflite_ranges.missing} >= {"z/then_branch/r:0", "z/then_branch/t:0"}
+    assert SkipCode.RANGE in {skip.code for skip in again.skips if str(skip.tensor) == "z/then_branch/r:0"}
+    uses = [
+        {(str(pair.site.tensor), use) for pair in result.inserted for use in pair.site.uses}
+        for result in (first, again)
+    ]
+    assert uses[0] == uses[1]
+    partial = gq.insert(
+        branching, data=f"{branching.parent / 'both.npz'}", exclude=["b:0"], rules="onnxruntime", min_sqnr="none"
+    )
+    with pytest.raises(NeedsDataError):
+        gq.insert(branching, ranges=partial.model, rules="onnxruntime", validate=False)

@@ -19,8 +19,9 @@ import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as onnx_format
 from graphquant.numerics import dequantize
-from graphquant.quantize import PREPARATION_STEPS, plan_from_json, plan_to_json, prepare
+from graphquant.quantize import plan_from_json, plan_to_json, prepare
 from graphquant.quantize.preparation_undo import encode_array
+from graphquant.quantize.prepare import PREPARATION_STEPS
 
 pytestmark = pytest.mark.usefixtures("rules_alone")
 

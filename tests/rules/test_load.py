@@ -9,7 +9,7 @@ import pytest
 
 import graphquant
 from graphquant.errors import RuleError, UsageError
-from graphquant.quantize import PREPARATION_STEPS
+from graphquant.quantize.prepare import PREPARATION_STEPS
 from graphquant.rules import find_rule_file, load_ruleset, shipped_rule_files
 from graphquant.rules.rule import PREPARATION_NAMES
 
