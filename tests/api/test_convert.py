@@ -852,8 +852,9 @@ def write_branches(folder: Path) -> None:
     net = Net()
     net.kernels = kernels  # a saved module owns its variables
     tf.saved_model.save(net, str(folder / "net"), signatures={"serving_default": net.__call__})
-    frozen = convert_variables_to_constants_v2(net.__call__.get_concrete_function(), lower_control_flow=True)
-    (folder / "net.pb").write_bytes(frozen.graph.as_graph_def().SerializeToString())
+    for name, lowered in (("net", True), ("functions", False)):
+        frozen = convert_variables_to_constants_v2(net.__call__.get_concrete_function(), lower_control_flow=lowered)
+        (folder / f"{name}.pb").write_bytes(frozen.graph.as_graph_def().SerializeToString())
     shifts = np.where(np.arange(16) % 2, 2, -2)[:, None, None, None]
     images = rng.normal(0, 1, (16, 6, 6, 4)) + shifts
     np.savez(folder / "both.npz", x=images.astype(np.float32))
@@ -874,6 +875,10 @@ def test_ranges_of_branches(cli: Callable[..., Any], tmp_path: Path) -> None:
         if "cond" in pair.site.tensor.graph and pair.site.tensor.op.endswith("/Relu")
     }
     assert scales["false"] > 3 * scales["true"]
+    unlowered = gq.insert(
+        gq.freeze(gq.load(tmp_path / "functions.pb")), data=f"{tmp_path / 'both.npz'}", rules="tflite"
+    )
+    assert gq.convert_to_tflite(unlowered, None).agrees
     cli("insert", tmp_path / "net.pb", "--data", tmp_path / "one.npz", "-o", tmp_path / "one.pb", "--min-sqnr", "none")
     text = cli("insert", tmp_path / "net.pb", "--ranges", tmp_path / "one.pb", "-o", tmp_path / "again.pb").stdout
     assert re.search(r"warning: not in that file.*cond/else/_\d+/cond/Relu:0", text)

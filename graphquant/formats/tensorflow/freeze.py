@@ -293,7 +293,7 @@ def _freeze_with_tensorflow(
 
 
 def _with_unique_function_names(data: bytes) -> bytes:
-    """Return a binary GraphDef whose function names contain its digest.
+    """Return a binary GraphDef whose function names contain its digest, and whose branches and loops can be inlined.
 
     TensorFlow keeps all functions of a process by name, and those of two models may have the same names.
     """
@@ -303,6 +303,9 @@ def _with_unique_function_names(data: bytes) -> bytes:
     rename_functions(proto.all_nodes(graph_def), names)
     for function in graph_def.library.function:
         function.signature.name = names[function.signature.name]
+    for node in proto.all_nodes(graph_def):
+        if node.op.removeprefix("Stateless") in {"Case", "If", "While"}:
+            node.attr["_lower_using_switch_merge"].b = True  # False in graphs frozen without lower_control_flow
     del graph_def.library.gradient[:]  # a graph of constants is not trained
     return bytes(proto.to_binary(graph_def))
 
