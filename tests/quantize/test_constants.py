@@ -97,6 +97,8 @@ def test_large_constants_are_stored_by_reference(tmp_path):
     assert (list(bare.attribute[0].t.dims), bare.attribute[0].t.raw_data) == ([1 << 17], b"")
     assert item["value"]["now"] == "k"
 
+    from tests.support.original_weights import original_weights
+
     ((restored, exact),) = original_weights(step, lambda name: prepared.main.op(name).read_value()).values()
     assert exact
     assert np.array_equal(restored, value)
