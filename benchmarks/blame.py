@@ -17,7 +17,7 @@ import numpy as np
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.analysis import match_sites
+from graphquant.analysis.site_errors import match_sites
 from graphquant.api import prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data

@@ -36,7 +36,7 @@ import graphquant as gq
 from graphquant import formats
 from graphquant.calibration.data import open_data
 from graphquant.errors import ModelError
-from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
+from graphquant.optimize.algorithms import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.rules import find_rule_file
 
 if TYPE_CHECKING:

@@ -41,14 +41,14 @@ from graphquant import formats
 from graphquant.api import convert
 from graphquant.calibration.data import open_data
 from graphquant.errors import GraphQuantError
-from graphquant.optimize import measure_time_ratio
+from graphquant.optimize.latency import measure_time_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peers_models import Case
 
-    from graphquant.optimize import TimeRatio
+    from graphquant.optimize.latency import TimeRatio
 
     Start = Callable[[], Callable[[], object]]
 

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from peers_models import Case
 
-    from graphquant.analysis import Comparison
+    from graphquant.analysis.comparison import Comparison
 
 MIN_SQNR, MAX_DEFICIT, MIN_SHARE, MAX_TIME = 20.0, 0.5, 0.85, 1.05
 """Bars: decibels, decibels below the best other quantizer, share of multiply-adds, time relative to float."""

@@ -31,8 +31,13 @@ import onnx.parser
 from calibration_models import photographs
 
 import graphquant as gq
-from graphquant.optimize import search_cheapest_plan
-from graphquant.optimize.selection import SelectionResult, selection_cost, settle_selection, total_error
+from graphquant.optimize.selection import (
+    SelectionResult,
+    search_cheapest_plan,
+    selection_cost,
+    settle_selection,
+    total_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,7 @@ from graphquant.calibration.data.dataset import DATA_KINDS, PIXEL_KEYS
 from graphquant.calibration.data.images import PIXEL_PRESETS
 from graphquant.cli import main
 from graphquant.errors import GraphQuantError
-from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
+from graphquant.optimize.algorithms import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.qdq import FAMILIES
 from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
 from graphquant.quantize.prepare import PREPARATION_STEPS

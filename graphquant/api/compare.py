@@ -8,18 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.analysis import (
-    ComparedSites,
-    Comparison,
-    Differences,
-    ModelChange,
-    compare_runners,
-    diff_models,
-    diff_plans,
-    match_sites,
-)
-from graphquant.analysis.compare import ComparisonSamples, with_sensitivity
+from graphquant.analysis.compare import ComparisonSamples, compare_runners, with_sensitivity
+from graphquant.analysis.diff import Differences, ModelChange, diff_models, diff_plans
 from graphquant.analysis.measured_outputs import match_inputs, with_selections
+from graphquant.analysis.site_errors import ComparedSites, match_sites
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
 from graphquant.calibration import is_batch_independent, measure_footprint
@@ -32,9 +24,10 @@ from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CompareOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
+    from graphquant.analysis.comparison import Comparison
     from graphquant.calibration.data import Dataset, MemoryData
     from graphquant.formats import Runner
-    from graphquant.optimize import Sensitivity
+    from graphquant.optimize.sensitivity import Sensitivity
 
 
 @takes_options(CompareOptions)

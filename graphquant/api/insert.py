@@ -24,8 +24,8 @@ from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import CalibrationData, complete_model_data, open_model_data, open_required_labels
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
-from graphquant.optimize import Objective
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
+from graphquant.optimize.search import Objective
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.quantize import (
     Plan,
@@ -154,10 +154,8 @@ def _make_plan(source: Model, settings: InsertOptions, objective: Objective, pro
     unranged_sites = sites_needing_data(plan)
     if transfer is not None and settings.data is None:
         # A branch that no sample of the file's model reached stays float, as it does after a calibration.
-        conditional_ops = prepared.conditional_ops()
-        unranged_sites = tuple(
-            site for site in unranged_sites if site.tensor.op not in conditional_ops[site.tensor.graph]
-        )
+        branch_ops = prepared.branch_ops()
+        unranged_sites = tuple(site for site in unranged_sites if site.tensor.op not in branch_ops[site.tensor.graph])
     data = _split_data(prepared, unranged_sites, plan, objective, settings, open_samples)
     if data.lacks_samples:
         raise NeedsDataError(_needs_data_message(source, unranged_sites, transfer))

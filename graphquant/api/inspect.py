@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.analysis import (
+from graphquant.analysis import range_report
+from graphquant.analysis.explain import (
     NO_RULES,
     ExplanationReport,
     explain_quantized,
     explain_uses,
     judge_explained_ops,
-    range_report,
 )
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats

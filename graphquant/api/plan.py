@@ -16,7 +16,7 @@ from graphquant.backends.onnxruntime_costs import assume_input_shapes, read_cost
 from graphquant.calibration import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.numerics import IntType
-from graphquant.optimize import choose_algorithms
+from graphquant.optimize.algorithms import choose_algorithms
 from graphquant.qdq import FAMILIES, FamilyRequest
 from graphquant.quantize import (
     Plan,

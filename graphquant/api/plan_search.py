@@ -24,24 +24,20 @@ from graphquant.calibration import (
     select_stats,
 )
 from graphquant.calibration.memory import return_freed_memory
-from graphquant.optimize import (
-    BuiltModel,
-    Objective,
-    PreCalibrationState,
+from graphquant.optimize.algorithms import BuiltModel, build_model, run_precalibration_algorithms
+from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
+from graphquant.optimize.repair import (
+    RANGES,
+    OutputMeter,
+    RepairedPlan,
     RepairRequest,
-    SearchBudget,
-    SearchFold,
-    SearchTrace,
+    RepairStep,
+    RepairTrace,
     Workspace,
-    build_model,
-    predict_costs,
     repair_plan,
-    run_precalibration_algorithms,
-    search_clock,
-    search_plan,
 )
-from graphquant.optimize.candidates import RANGE_CANDIDATES, make_candidate_plans
-from graphquant.optimize.repair import RANGES, OutputMeter, RepairedPlan, RepairStep, RepairTrace
+from graphquant.optimize.search import Objective, SearchTrace, search_plan
+from graphquant.optimize.search_budget import SearchBudget, predict_costs, search_clock
 from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.rules import NEGATION
 from graphquant.utils import Progress, stage_progress
@@ -51,6 +47,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.holdout import CalibrationData
     from graphquant.ir import Model
+    from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.quantize import Plan, RangeTransfer
 
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from graphquant.backends import Verdict
     from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.holdout import HoldOut
-    from graphquant.optimize import AlgorithmResult, BuiltModel, PreCalibrationState, SearchTrace, TimeRatio
+    from graphquant.optimize.algorithm import AlgorithmResult, PreCalibrationState
+    from graphquant.optimize.algorithms import BuiltModel
+    from graphquant.optimize.latency import TimeRatio
+    from graphquant.optimize.search import SearchTrace
     from graphquant.quantize.integer_io import BoundaryTensor
     from graphquant.quantize.rewrite import InsertedPair
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from graphquant import formats
-from graphquant.analysis import Differences, diff_models
+from graphquant.analysis.diff import Differences, diff_models
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.errors import ModelError, UsageError

@@ -24,7 +24,8 @@ from graphquant.errors import FindingsError, UsageError
 from graphquant.utils.options import BACKEND_NAMES, CompareBounds, CompareOptions, SignatureOptions
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Comparison, Differences
+    from graphquant.analysis.comparison import Comparison
+    from graphquant.analysis.diff import Differences
     from graphquant.ir import Model
     from graphquant.quantize import Plan
 

@@ -184,9 +184,8 @@ class Graph:
         def successors(name: str) -> list[str]:
             return [target for target in self.successors(name) if self.op(target).kind != "merge"]
 
-        switches = [op.name for op in self.ops() if op.kind == "switch"]
-        conditions = [self.source_of(Use(self.name, name, 1)) for name in switches]
-        branches = (a for a, b in zip(switches, conditions, strict=True) if b and self.op(b.op).kind != "loop_cond")
+        switches = ((op.name, self.source_of(Use(self.name, op.name, 1))) for op in self.ops() if op.kind == "switch")
+        branches = [name for name, condition in switches if condition and self.op(condition.op).kind != "loop_cond"]
         return frozenset(reachable(branches, successors))
 
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
@@ -486,9 +485,9 @@ class Model(HtmlRepresentation):
 
         return reachable(starts, callees)
 
-    def conditional_ops(self) -> dict[str, Container[str]]:
+    def branch_ops(self) -> dict[str, Container[str]]:
         """Return the ops of branches, which no run may need, by reachable graph."""
-        certain = self.graphs_reachable_from(self.entry_graphs, "if")
+        certain = frozenset(self.graphs_reachable_from(self.entry_graphs, "if"))
         graphs = map(self.graphs.__getitem__, self.reachable_graphs())
         return {graph.name: graph.switched_ops() if graph.name in certain else graph for graph in graphs}
 

@@ -7,7 +7,7 @@ parameter, the results of pure ops on parameters only, and arguments of function
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
@@ -110,12 +110,10 @@ class Parameters:
         forwarded = self._model.op(tensor).kind in UNCOMPUTED_KINDS
         return self._known_sources(tensor) if forwarded else ()
 
-    def _topological_order(self, tensors: list[TensorRef]) -> Iterable[TensorRef]:
-        if len(tensors) == 1:
-            return tensors
+    def _topological_order(self, tensors: list[TensorRef]) -> Iterator[TensorRef]:
         members = set(tensors)
         sources = {tensor: members.intersection(self._known_sources(tensor)) for tensor in tensors}
-        return TopologicalSorter(sources).static_order()
+        yield from TopologicalSorter(sources).static_order()
 
     def _compute(
         self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.analysis import match_sites
 from graphquant.analysis.model_summary import COPYING_KINDS
+from graphquant.analysis.site_errors import match_sites
 from graphquant.calibration import estimate_footprint, is_batch_independent, sites_needing_data
 from graphquant.ir import (
     CONVOLUTION_KINDS,

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
-from graphquant.analysis import match_sites
+from graphquant.analysis.site_errors import match_sites
 from graphquant.analysis.validation import Bounds, FoldValidator, Validation, measure_tensor_sizes
 from graphquant.backends import judge_ops
 from graphquant.errors import ModelError, UsageError

@@ -19,7 +19,7 @@ from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
 
 if TYPE_CHECKING:
-    from graphquant.analysis import ComparedSites
+    from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
     from graphquant.numerics import Array

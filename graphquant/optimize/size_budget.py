@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from graphquant.analysis import match_sites
+from graphquant.analysis.site_errors import match_sites
 from graphquant.errors import UsageError
 from graphquant.numerics import DynamicQParams, IntType
 from graphquant.optimize.candidates import (

@@ -22,7 +22,7 @@ from graphquant.visualize.tables import pluralize
 from graphquant.visualize.text import scheme_text
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Comparison, OutputFigures
+    from graphquant.analysis.comparison import Comparison, OutputFigures
     from graphquant.analysis.model_summary import ModelSummary, StoredScaleTensor
     from graphquant.api import Result
     from graphquant.ir import OpKey, TensorRef, Use

@@ -17,7 +17,7 @@ from graphquant.utils.text import format_shape, join_limited
 from graphquant.visualize.tables import Column, Table, group_values, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Explanation, ExplanationReport
+    from graphquant.analysis.explain import Explanation, ExplanationReport
     from graphquant.backends.findings import BrokenRule, FindingLevel
     from graphquant.backends.lint import LintCode
     from graphquant.calibration.data.check import DataReport, InputSummary

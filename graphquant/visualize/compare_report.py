@@ -16,12 +16,12 @@ from graphquant.utils.text import join_limited, percent
 from graphquant.visualize.tables import Column, Table, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Comparison, Differences, OutputFigures, SiteFigures
-    from graphquant.analysis.comparison import MetricFigures
+    from graphquant.analysis.comparison import Comparison, MetricFigures, OutputFigures, SiteFigures
+    from graphquant.analysis.diff import Differences
     from graphquant.analysis.validation import Validation
     from graphquant.api import Proof, StripResult
     from graphquant.calibration.data.check import DataFinding
-    from graphquant.optimize import SearchTrace
+    from graphquant.optimize.search import SearchTrace
     from graphquant.optimize.search_budget import StopReason
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 
 from graphquant.analysis.conversion_report import ConversionReport, FloatOp
 from graphquant.calibration.data.check import DataFinding
-from graphquant.optimize import AlgorithmResult, TimeRatio
+from graphquant.optimize.algorithm import AlgorithmResult
 from graphquant.quantize import SkipCode
 from graphquant.quantize.integer_io import BoundaryTensor
 from graphquant.visualize.json_results import (
@@ -41,6 +41,7 @@ from graphquant.visualize.json_results import (
 
 if TYPE_CHECKING:
     from graphquant.api import Result
+    from graphquant.optimize.latency import TimeRatio
 
 
 class StepJson(JsonObject):

@@ -17,7 +17,7 @@ from graphquant.visualize.compare_report import CHANGE_SIGNS
 from graphquant.visualize.drawing import Box, BoxGroup, Drawing, DrawnConstant, Wire, drawn_shape
 
 if TYPE_CHECKING:
-    from graphquant.analysis import Differences, ModelChange
+    from graphquant.analysis.diff import Differences, ModelChange
 
 FIRST, SECOND = 1, 2  # bits of the sides; a part on both sides has their sum
 _SIDES_BY_BITS = ((), (FIRST,), (SECOND,), (FIRST, SECOND))

@@ -10,11 +10,13 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 
-from graphquant.analysis import Comparison, Differences, prepare_like
+from graphquant.analysis.comparison import Comparison
 from graphquant.analysis.conversion_report import ConversionReport
+from graphquant.analysis.diff import Differences
 from graphquant.analysis.explain import ExplanationReport
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.analysis.range_report import stats_range_report
+from graphquant.analysis.site_errors import prepare_like
 from graphquant.api import Result, StripResult, align_preparation, prepare_for_plan
 from graphquant.backends.findings import CheckReport
 from graphquant.calibration import Stats

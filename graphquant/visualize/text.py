@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from graphquant.calibration import Stats
     from graphquant.ir import StoredQuantization, TensorRef
     from graphquant.numerics import Array
-    from graphquant.optimize import AlgorithmResult
+    from graphquant.optimize.algorithm import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
     from graphquant.quantize.rewrite import InsertedPair
 

@@ -9,7 +9,7 @@ import pytest
 
 import graphquant as gq
 from graphquant import api
-from graphquant.analysis import explain_uses
+from graphquant.analysis.explain import explain_uses
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.quantize import SiteSelection, make_plan, plan_to_json

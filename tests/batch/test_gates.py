@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphquant.analysis import Comparison
-from graphquant.analysis.comparison import OutputFigures
+from graphquant.analysis.comparison import Comparison, OutputFigures
 from graphquant.analysis.validation import Bounds, Validation
 from graphquant.batch.types import BatchFinding, Gates, Outcome, OutcomeMetrics
 from graphquant.batch.work import gate_misses, outcome_metrics

@@ -19,7 +19,7 @@ from graphquant.backends import BACKENDS
 from graphquant.cli import main
 from graphquant.cli.options import OPTION_GROUPS, GroupedCommand
 from graphquant.observers import OBSERVERS
-from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
+from graphquant.optimize.algorithms import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.qdq import FAMILIES
 from graphquant.rules import shipped_rule_files
 from graphquant.utils.options import ALGORITHM_NAMES, BACKEND_NAMES, FAMILY_NAMES, METHOD_NAMES, RULE_NAMES

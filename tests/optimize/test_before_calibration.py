@@ -11,9 +11,9 @@ from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
-from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, algorithm
+from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
-from graphquant.optimize.algorithms import apply_precalibration, apply_weight_clipping
+from graphquant.optimize.algorithms import PRE_CALIBRATION_ALGORITHMS, apply_precalibration, apply_weight_clipping
 from graphquant.optimize.channel_scaling import HAS_CHANNEL_SCALES
 from graphquant.rules import ALGORITHM_NAMES
 

@@ -10,8 +10,9 @@ from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
 from graphquant.formats import onnx as onnx_format
-from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS, algorithm
+from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import MIN_TARGETED_GAIN_STANDARD_ERRORS, rejection_reason
+from graphquant.optimize.algorithms import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
 from graphquant.optimize.bias_correction import BIAS_CORRECTION, shrink_mean
 from graphquant.optimize.weighted_ops import NO_BIAS, dependency_levels, final_ops
 from graphquant.rules import ALGORITHM_NAMES as NAMES

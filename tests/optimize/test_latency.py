@@ -13,7 +13,7 @@ from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration.holdout import open_model_data
 from graphquant.errors import UsageError
 from graphquant.formats import format_module
-from graphquant.optimize import TimeRatio, latency, measure_time_ratio
+from graphquant.optimize import latency
 from graphquant.optimize.candidates import ScaleGroup
 from graphquant.optimize.latency import (
     MAX_TIMED_PLANS,
@@ -21,7 +21,9 @@ from graphquant.optimize.latency import (
     FusionMap,
     LatencyProfile,
     LatencyTimer,
+    TimeRatio,
     make_latency_groups,
+    measure_time_ratio,
     minimize_latency,
     time_beside_float,
 )

@@ -17,8 +17,7 @@ from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
 from graphquant.ir import Parameters
-from graphquant.optimize import build_model, search_cheapest_plan
-from graphquant.optimize.algorithms import rebuild_model
+from graphquant.optimize.algorithms import build_model, rebuild_model
 from graphquant.optimize.candidates import (
     FLOAT_CANDIDATE,
     RULE_CANDIDATE,
@@ -37,6 +36,7 @@ from graphquant.optimize.selection import (
     cheaper_selections,
     choose_selection,
     high_precision_ops,
+    search_cheapest_plan,
     selection_cost,
     settle_selection,
     total_error,

@@ -12,8 +12,7 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant.optimize import search_cheapest_plan
-from graphquant.optimize.selection import selection_cost
+from graphquant.optimize.selection import search_cheapest_plan, selection_cost
 
 if TYPE_CHECKING:
     from pathlib import Path

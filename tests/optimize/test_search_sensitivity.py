@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import graphquant as gq
-from graphquant.analysis import Comparison, SiteFigures
+from graphquant.analysis.comparison import Comparison, SiteFigures
 from graphquant.analysis.validation import Bounds, Validation
 from graphquant.visualize.compare_report import validation_view
 from graphquant.visualize.json_export import InsertResult

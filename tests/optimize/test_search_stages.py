@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphquant.analysis import Comparison
-from graphquant.analysis.comparison import OutputFigures
+from graphquant.analysis.comparison import Comparison, OutputFigures
 from graphquant.analysis.validation import Bounds, Validation
 from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
-from graphquant.optimize import PreCalibrationState, search
+from graphquant.optimize import search
+from graphquant.optimize.algorithm import PreCalibrationState
 from graphquant.optimize.candidates import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup, SearchFold
 from graphquant.optimize.latency import FloatSitesResult, TimeRatio
 from graphquant.optimize.search import (

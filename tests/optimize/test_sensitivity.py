@@ -13,7 +13,7 @@ import pytest
 from support.rule_files import weight_rule
 
 import graphquant as gq
-from graphquant.analysis import match_sites
+from graphquant.analysis.site_errors import match_sites
 from graphquant.api.plan import prepare_and_plan, prepare_for_plan
 from graphquant.calibration import is_batch_independent
 from graphquant.calibration.data import open_data

@@ -13,7 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from graphquant import api
-from graphquant.analysis import diff_models
+from graphquant.analysis.diff import diff_models
 from graphquant.api.plan import prepare_and_plan
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.ir.op_matching import match_ops
