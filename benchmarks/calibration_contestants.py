@@ -57,7 +57,7 @@ def session(model: Path | bytes) -> Any:
 def planned(model: Path) -> list[str]:
     """The values of a prepared model that calibration looks at."""
     from graphquant import api
-    from graphquant.calibration import sites_needing_data
+    from graphquant.calibration.targets import sites_needing_data
 
     loaded = api.load(model)
     sites = sites_needing_data(api.plan(loaded))
@@ -97,7 +97,7 @@ def fetching(model: Path, data: Path) -> Callable[[], object]:
 def graphquant(model: Path, data: Path, method: str) -> Callable[[], object]:
     """Calibration by graphquant: min-max alone, or the whole sketch."""
     from graphquant import api
-    from graphquant.calibration import with_observer
+    from graphquant.calibration.targets import with_observer
 
     imported(model, data)
     loaded = api.load(model)

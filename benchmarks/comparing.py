@@ -19,7 +19,7 @@ import numpy as np
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.calibration import is_batch_independent, measure_footprint
+from graphquant.calibration.batch_independence import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.data import open_data
 

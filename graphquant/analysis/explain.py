@@ -10,7 +10,7 @@ from typing import Any
 from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.backends import judge_ops
 from graphquant.backends.findings import BrokenRule, RejectedModelError, Verdict, make_verdict
-from graphquant.calibration import sites_needing_data
+from graphquant.calibration.targets import sites_needing_data
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import BOUNDARY_KINDS, STORED_KINDS, Model, Parameters, TensorRef, Use
 from graphquant.ir.op_matching import is_inserted, unclipped_source, unquantized_source

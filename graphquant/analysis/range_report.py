@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.calibration import CALIBRATION_METHODS, Stats, sites_needing_data
-from graphquant.calibration.targets import fingerprints, preserved_fingerprints
+from graphquant.calibration.targets import CALIBRATION_METHODS, fingerprints, preserved_fingerprints, sites_needing_data
 from graphquant.errors import DataError
 from graphquant.numerics import QParams, QuantizationGrid, Range
 from graphquant.observers import OBSERVERS, QuantizationCost, Sketch, estimate_cost, least_sqnr
 
 if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary
+    from graphquant.calibration.stats import Stats
     from graphquant.ir import Model, TensorRef
     from graphquant.quantize import Plan, Site, Solution
     from graphquant.quantize.rewrite import InsertedPair

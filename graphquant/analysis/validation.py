@@ -31,9 +31,10 @@ from graphquant.analysis.measured_outputs import match_inputs, match_outputs, re
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
-from graphquant.calibration import estimate_footprint, is_batch_independent, measure_footprint
+from graphquant.calibration.batch_independence import is_batch_independent, measure_footprint
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
 from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import Progress, stage_progress

@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.api.models import load_source
 from graphquant.api.plan import prepare_and_plan
-from graphquant.calibration import (
-    CalibrationRun,
-    Stats,
-    all_float_targets,
-    calibrate_model,
-    combine_stats,
-    finest_histogram_bits,
-    load_stats,
-    plan_targets,
-)
+from graphquant.calibration.calibrate import CalibrationRun, calibrate_model
 from graphquant.calibration.data import Dataset, as_data_spec
 from graphquant.calibration.holdout import complete_model_data, open_model_data
+from graphquant.calibration.stats import Stats, combine_stats, load_stats
+from graphquant.calibration.targets import all_float_targets, finest_histogram_bits, plan_targets
 from graphquant.errors import DataError, UsageError
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import CalibrateOptions, PlanOptions, checks_types, resolve_options, takes_options

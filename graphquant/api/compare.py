@@ -14,7 +14,7 @@ from graphquant.analysis.measured_outputs import match_inputs, with_selections
 from graphquant.analysis.site_errors import ComparedSites, match_sites
 from graphquant.api.models import as_model, load_source
 from graphquant.api.plan import prepare_with_steps
-from graphquant.calibration import is_batch_independent, measure_footprint
+from graphquant.calibration.batch_independence import is_batch_independent, measure_footprint
 from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import complete_model_data, open_labelled_data
 from graphquant.errors import UsageError

@@ -19,10 +19,10 @@ from graphquant.api.plan import prepare_and_plan
 from graphquant.api.plan_search import InsertInputs, calibrate_plan, release_float_runners
 from graphquant.backends import judge_ops
 from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
-from graphquant.calibration import sites_needing_data
 from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import CalibrationData, complete_model_data, open_model_data, open_required_labels
+from graphquant.calibration.targets import sites_needing_data
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
 from graphquant.optimize.search import Objective

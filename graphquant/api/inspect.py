@@ -20,8 +20,10 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats
 from graphquant.api.models import as_model, select_signatures
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
-from graphquant.calibration import CalibrationRun, Stats, calibrate_model, plan_targets, select_stats
+from graphquant.calibration.calibrate import CalibrationRun, calibrate_model
 from graphquant.calibration.holdout import open_model_data
+from graphquant.calibration.stats import Stats, select_stats
+from graphquant.calibration.targets import plan_targets
 from graphquant.errors import RuleError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS, Model
 from graphquant.ir.graph import check_tensor_sizes

@@ -13,7 +13,7 @@ from graphquant import formats
 from graphquant.api.models import as_model
 from graphquant.backends.integer_placement import place_by_cost
 from graphquant.backends.onnxruntime_costs import assume_input_shapes, read_cost_table
-from graphquant.calibration import with_observer
+from graphquant.calibration.targets import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.numerics import IntType
 from graphquant.optimize.algorithms import choose_algorithms

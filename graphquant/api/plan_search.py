@@ -14,16 +14,10 @@ from graphquant.analysis.compare import with_sensitivity
 from graphquant.analysis.validation import DEFAULT_MIN_SQNR, Bounds, Validation, has_few_sites, validate_model
 from graphquant.api.calibrate import calibrate_command_line
 from graphquant.api.result import Result, make_result
-from graphquant.calibration import (
-    CalibrationRun,
-    Stats,
-    calibrate_folds,
-    calibrate_model,
-    combine_stats,
-    plan_targets,
-    select_stats,
-)
+from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, calibrate_model
 from graphquant.calibration.memory import return_freed_memory
+from graphquant.calibration.stats import Stats, combine_stats, select_stats
+from graphquant.calibration.targets import plan_targets
 from graphquant.optimize.algorithms import BuiltModel, build_model, run_precalibration_algorithms
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
 from graphquant.optimize.repair import (

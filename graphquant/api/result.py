@@ -15,7 +15,7 @@ from graphquant import __version__
 from graphquant.analysis.range_report import Loss, activation_sqnr
 from graphquant.analysis.validation import Validation, count_quantized_macs
 from graphquant.api.models import save
-from graphquant.calibration import Stats, sites_needing_data
+from graphquant.calibration.targets import sites_needing_data
 from graphquant.ir import QUANTIZATION_KINDS, Model, TensorRef
 from graphquant.quantize import (
     Conflict,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from graphquant.backends import Verdict
     from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.holdout import HoldOut
+    from graphquant.calibration.stats import Stats
     from graphquant.optimize.algorithm import AlgorithmResult, PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.latency import TimeRatio

@@ -17,7 +17,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import QUANTIZATION_KINDS, Model
 
 if TYPE_CHECKING:
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)

@@ -31,7 +31,7 @@ from graphquant.quantize.limits import INT32_MAX
 from graphquant.quantize.solver import OUTPUT_LIMITS
 
 if TYPE_CHECKING:
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
 
 _RELU_KINDS = frozenset({"relu", "relu6"})
 

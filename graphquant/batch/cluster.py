@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distributed import Future
     from distributed import Worker as DaskWorker
 
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
     from graphquant.utils import Progress
 
 try:
@@ -145,7 +145,7 @@ def _shard_stats(
     required_versions: dict[str, str],
 ) -> Stats | None:
     """Return the statistics of a shard of the samples; None on failure, which the quantization then reports."""
-    from graphquant.calibration import load_stats
+    from graphquant.calibration.stats import load_stats
 
     if required_versions != package_versions():
         return None
@@ -164,8 +164,8 @@ def _write_shard_stats(
     """Write the statistics of a shard of the samples to the entry's output."""
     from graphquant import api
     from graphquant.api.models import load_source
-    from graphquant.calibration import with_observer
     from graphquant.calibration.holdout import complete_model_data, open_model_data, split_holdout
+    from graphquant.calibration.targets import with_observer
     from graphquant.utils.options import CalibrateOptions
 
     data = entry.data or ""

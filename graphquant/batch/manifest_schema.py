@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat,
 from pydantic.dataclasses import dataclass
 
 from graphquant.backends import BACKENDS
-from graphquant.calibration import CALIBRATION_METHODS
+from graphquant.calibration.targets import CALIBRATION_METHODS
 from graphquant.errors import ManifestError, did_you_mean
 from graphquant.qdq import FAMILIES
 from graphquant.rules import DocumentKind, describe_table_schema

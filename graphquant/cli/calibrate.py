@@ -28,7 +28,7 @@ from graphquant.errors import DataError, UsageError
 from graphquant.utils.options import CalibrateOptions
 
 if TYPE_CHECKING:
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
     from graphquant.utils import Progress
 
 
@@ -129,7 +129,7 @@ class StopRequest:
 @contextmanager
 def _name_stats_in_errors(output: Path) -> Iterator[None]:
     """Add the file name to errors about statistics that cannot be continued."""
-    from graphquant.calibration import ResumeError
+    from graphquant.calibration.calibrate import ResumeError
 
     try:
         yield
@@ -140,7 +140,7 @@ def _name_stats_in_errors(output: Path) -> Iterator[None]:
 def _load_partial_stats(model: Path, output: Path, *, force: bool) -> Stats | None:
     """Load the statistics of an interrupted calibration from `output`, or return None."""
     from graphquant.api.models import check_output
-    from graphquant.calibration import load_stats
+    from graphquant.calibration.stats import load_stats
 
     check_output(output, model, force=force or output.is_file())
     lock_output_of_command(output)

@@ -18,7 +18,7 @@ from graphquant.utils.atomic_files import lock_output, write_file
 
 if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
     from graphquant.utils import Progress
     from graphquant.visualize.drawing import Drawing
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from graphquant import formats
-from graphquant.calibration import Stats, estimate_footprint
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.ir import Model, TensorRef, Use, check_invariants, paused_gc
 from graphquant.numerics import DynamicQParams, IntType, QParams
@@ -45,6 +45,7 @@ from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.stats import Stats
     from graphquant.formats import Feeds, Runner
 
 WEIGHT_CLIPPING: Final = "weight-clipping"

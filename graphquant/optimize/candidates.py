@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from graphquant import formats
 from graphquant.analysis.model_summary import COPYING_KINDS
 from graphquant.analysis.site_errors import match_sites
-from graphquant.calibration import estimate_footprint, is_batch_independent, sites_needing_data
+from graphquant.calibration.batch_independence import is_batch_independent
+from graphquant.calibration.memory import estimate_footprint
+from graphquant.calibration.targets import sites_needing_data
 from graphquant.ir import (
     CONVOLUTION_KINDS,
     MAC_KINDS,
@@ -45,10 +47,10 @@ from graphquant.rules import ObserverConfig
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
-    from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.data.dataset import Feed
     from graphquant.calibration.holdout import HoldOut
+    from graphquant.calibration.stats import Stats
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.search_budget import SearchBudget
     from graphquant.qdq import FamilyRequest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from graphquant.calibration import sites_needing_data
+from graphquant.calibration.targets import sites_needing_data
 from graphquant.ir import Model, Parameters, TensorRef, channel_axis
 from graphquant.numerics import Array, IntType
 from graphquant.observers import Sketch, SketchAccumulator

@@ -33,7 +33,7 @@ from graphquant.analysis.measured_outputs import (
     with_selections,
 )
 from graphquant.analysis.validation import measure_tensor_sizes
-from graphquant.calibration import estimate_footprint
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
@@ -69,8 +69,8 @@ from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 
 if TYPE_CHECKING:
-    from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
+    from graphquant.calibration.stats import Stats
     from graphquant.ir import Model, OpKey, TensorRef
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import PreCalibrationState

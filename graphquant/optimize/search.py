@@ -67,9 +67,9 @@ from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
     from graphquant.analysis.validation import BoundStatus
-    from graphquant.calibration import Stats
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.holdout import CalibrationData, HoldOut
+    from graphquant.calibration.stats import Stats
     from graphquant.ir import Model, OpKey, TensorRef, Use
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel

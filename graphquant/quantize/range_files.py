@@ -89,11 +89,8 @@ def ranges_of_model(model: Model) -> Model:
     unique = []
     for name, by_graph in entries.items():
         # Branches and functions may have tensors of one name, each with its own range or none.
-        is_ambiguous = len({*by_graph.values()}) > 1 or len(by_graph) < counts[name]
-        graphs = [f"{graph}/" if graph and is_ambiguous else "" for graph in by_graph]
-        unique += [
-            entry._replace(name=f"{graph}{name}") for graph, entry in zip(graphs, by_graph.values(), strict=True)
-        ]
+        is_unique = len({*by_graph.values()}) == 1 and len(by_graph) == counts[name]
+        unique += [e._replace(name=name if is_unique or not g else f"{g}/{name}") for g, e in by_graph.items()]
     return ranges_as_model(unique, model.path)
 
 

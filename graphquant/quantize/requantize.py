@@ -78,8 +78,7 @@ def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, str, bool, QP
         float_tensor = _float_source(model, graph, op)
         if float_tensor is not None:
             constant = parameters.is_parameter(float_tensor)
-            name = model.output(float_tensor).name or str(float_tensor)
-            yield float_tensor.graph, name, constant, params
+            yield float_tensor.graph, model.output(float_tensor).name or str(float_tensor), constant, params
             if _pair_removes_negatives(model, float_tensor, params):
                 yield float_tensor.graph, _relu_name(float_tensor), constant, params
         elif _reads_stored_integers(model, graph, op):

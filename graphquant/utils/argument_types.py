@@ -20,7 +20,7 @@ _CLASS_MODULES = {
     "Progress": "graphquant.utils",
     "Result": "graphquant.api.result",
     "Sequence": "collections.abc",
-    "Stats": "graphquant.calibration",
+    "Stats": "graphquant.calibration.stats",
     "Tensor": "graphquant.api.graph_editor",
 }
 """Modules of the types that parameters are annotated with.

@@ -19,8 +19,8 @@ from graphquant.analysis.range_report import stats_range_report
 from graphquant.analysis.site_errors import prepare_like
 from graphquant.api import Result, StripResult, align_preparation, prepare_for_plan
 from graphquant.backends.findings import CheckReport
-from graphquant.calibration import Stats
 from graphquant.calibration.data.check import DataReport
+from graphquant.calibration.stats import Stats
 from graphquant.ir import Model
 from graphquant.ir.op_matching import match_ops
 from graphquant.quantize import Plan

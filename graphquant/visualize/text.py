@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
     from graphquant.analysis.model_summary import ModelSummary, QuantizationOp, StoredScaleTensor
     from graphquant.api import Result
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
     from graphquant.ir import StoredQuantization, TensorRef
     from graphquant.numerics import Array
     from graphquant.optimize.algorithm import AlgorithmResult

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from graphquant import api
-from graphquant.calibration import CALIBRATION_METHODS
+from graphquant.calibration.targets import CALIBRATION_METHODS
 from graphquant.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphquant.calibration import Stats
+    from graphquant.calibration.stats import Stats
 
 
 pytestmark = pytest.mark.usefixtures("rules_alone")

@@ -12,8 +12,8 @@ from graphquant.analysis import compare
 from graphquant.analysis.compare import outputs_equal
 from graphquant.analysis.comparison import ErrorSums
 from graphquant.analysis.site_errors import _add_runs, _rescaled_tensors, match_sites
-from graphquant.calibration import estimate_footprint
 from graphquant.calibration.data import open_data
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.formats.onnx.session import OnnxRunner
 
 if TYPE_CHECKING:

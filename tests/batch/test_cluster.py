@@ -22,7 +22,7 @@ from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.types import Gates, read_report
 from graphquant.batch.work import quantize_entry
-from graphquant.calibration import load_stats
+from graphquant.calibration.stats import load_stats
 from graphquant.errors import MissingDependencyError, UsageError
 
 ROOT = Path(__file__).parent.parent.parent

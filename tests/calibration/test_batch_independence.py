@@ -12,15 +12,11 @@ import pytest
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 from graphquant import formats
-from graphquant.calibration import (
-    all_float_targets,
-    batch_independence,
-    is_batch_independent,
-    measure_footprint,
-)
-from graphquant.calibration.batch_independence import equal_within_rounding
+from graphquant.calibration import batch_independence
+from graphquant.calibration.batch_independence import equal_within_rounding, is_batch_independent, measure_footprint
 from graphquant.calibration.data import Dataset
 from graphquant.calibration.memory import group_observed_tensors
+from graphquant.calibration.targets import all_float_targets
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import create_runner as create_onnx_runner
 from graphquant.ir import TensorRef

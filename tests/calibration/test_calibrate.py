@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from graphquant import formats
-from graphquant.calibration import CalibrationRun, RunFootprint, Stats, combine_stats
-from graphquant.calibration import all_float_targets as all_of
-from graphquant.calibration.calibrate import MAX_CONCURRENT_RUNS, collect_stats
+from graphquant.calibration.calibrate import MAX_CONCURRENT_RUNS, CalibrationRun, collect_stats
 from graphquant.calibration.data import Dataset
+from graphquant.calibration.memory import RunFootprint
+from graphquant.calibration.stats import Stats, combine_stats
 from graphquant.calibration.targets import ObservationTarget
+from graphquant.calibration.targets import all_float_targets as all_of
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
 from graphquant.observers import Sketch, SketchAccumulator, distribution_of, sketch_values

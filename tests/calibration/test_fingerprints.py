@@ -13,8 +13,7 @@ from onnx import helper, numpy_helper
 
 import graphquant as gq
 from graphquant import api
-from graphquant.calibration import all_float_targets
-from graphquant.calibration.targets import fingerprints, preserved_fingerprints
+from graphquant.calibration.targets import all_float_targets, fingerprints, preserved_fingerprints
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Call, Model, Op, Output, TensorRef

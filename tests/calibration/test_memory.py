@@ -38,7 +38,9 @@ import re, sys
 from pathlib import Path
 import numpy as np
 from graphquant import formats
-from graphquant.calibration import CalibrationRun, all_float_targets, measure_footprint
+from graphquant.calibration.batch_independence import measure_footprint
+from graphquant.calibration.calibrate import CalibrationRun
+from graphquant.calibration.targets import all_float_targets
 from graphquant.calibration.calibrate import collect_stats
 from graphquant.calibration.data import Dataset
 

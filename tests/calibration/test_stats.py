@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphquant.calibration import DataRun, Stats, combine_stats, select_stats
-from graphquant.calibration.stats import uncovered_ranges
+from graphquant.calibration.stats import DataRun, Stats, combine_stats, select_stats, uncovered_ranges
 from graphquant.calibration.targets import ObservationTarget
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from graphquant.calibration import DataRun, Stats, load_stats
+from graphquant.calibration.stats import DataRun, Stats, load_stats
 from graphquant.calibration.targets import ObservationTarget
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import TensorRef

@@ -10,14 +10,14 @@ import pytest
 from support.plans import make_plan
 
 import graphquant as gq
-from graphquant.calibration import (
+from graphquant.calibration.targets import (
+    ObservationTarget,
     all_float_targets,
     finest_histogram_bits,
     plan_targets,
     sites_needing_data,
     with_observer,
 )
-from graphquant.calibration.targets import ObservationTarget
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Op, Output, TensorRef, Use
 from graphquant.quantize import Site

@@ -19,7 +19,7 @@ import pytest
 from onnx import numpy_helper
 
 from graphquant import api
-from graphquant.calibration import load_stats
+from graphquant.calibration.stats import load_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from support.rule_files import weight_rule
 import graphquant as gq
 from graphquant.analysis.site_errors import match_sites
 from graphquant.api.plan import prepare_and_plan, prepare_for_plan
-from graphquant.calibration import is_batch_independent
+from graphquant.calibration.batch_independence import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
 from graphquant.formats.onnx import create_runner

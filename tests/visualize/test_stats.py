@@ -14,7 +14,7 @@ from rich.console import Console
 from support.qparams import asymmetric_qparams, choose_qparams
 
 from graphquant.analysis.range_report import MethodRange, RangeReport, TensorRange
-from graphquant.calibration import DataRun, Stats
+from graphquant.calibration.stats import DataRun, Stats
 from graphquant.calibration.targets import ObservationTarget
 from graphquant.ir import TensorRef
 from graphquant.numerics import IntType, QParams, Range
