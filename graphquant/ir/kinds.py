@@ -165,8 +165,8 @@ CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contai
 VALUE_MOVING_KINDS = DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS | {"pad", "neg", "abs", "cast"}
 AFFINE_KINDS = WEIGHTED_KINDS | {*("add", "sub", "mul", "div", "bias_add", "batchnorm")}  # affine with constants
 
-QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 BOUNDED_KINDS = frozenset({"sigmoid", "softmax", "tanh"})  # kinds whose result lies in [-1, 1], whatever the input
+QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization. Their inputs and outputs are not quantized again."""
 
 NON_COMPUTE_KINDS = BOUNDARY_KINDS | STORED_KINDS | {"quantize", "dequantize"}
