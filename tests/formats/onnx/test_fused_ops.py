@@ -757,7 +757,7 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
     assert stripped == {"Gather": 1} | ({"Gemm": 1} if product == "Gemm" else {"Transpose": 1, "MatMul": 1})
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release has no Cast of 4 bits")
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
 @pytest.mark.parametrize(("sizes", "op_type"), [("n", "MatMulNBits"), ("n, 1", "MatMulNBits"), ("n, 2", "MatMul")])
 def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op_type: str) -> None:
     """A product that always has two rows or more is as fast as in float only if its weight is folded."""
@@ -769,7 +769,7 @@ def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op
     assert op_counts(message)[op_type] == 1
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release has no Cast of 4 bits")
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
 @pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1024, "GatherBlockQuantized")])
 def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> None:
     """ONNX Runtime computes the rows of a table when it loads the model, unless a large product takes longer anyway."""
