@@ -84,7 +84,9 @@ def convert_to_tflite(
     if path is not None:
         check_output(Path(path), result.source.path, force=force)
     if result.model.format != "tensorflow" or len(result.model.graphs) > 1:
-        raise UsageError("Only a frozen graph can be converted. Quantize the result of graphquant.freeze(model).")
+        raise UsageError(
+            "Only a frozen TensorFlow graph can be converted. Quantize the result of graphquant.freeze(model)."
+        )
     from graphquant.formats.tensorflow.tflite_converter import (
         MIN_DYNAMIC_WEIGHT_SIZE,
         convert_signatures,
