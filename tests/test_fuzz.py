@@ -424,7 +424,8 @@ def test_some_mutations(kind: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "start", "stop"),
     [
-        *(("model", start, start + 500) for start in range(1000, 4000, 500)),
+        ("model", 1000, 1500),
+        ("model", 1500, 2000),
         ("data", 1000, 1300),
         ("ran", 1000, 1500),
         ("rules", 1000, 1400),
