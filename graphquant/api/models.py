@@ -18,6 +18,7 @@ from graphquant.utils.options import SignatureOptions, checks_types, resolve_opt
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import MemoryData
+    from graphquant.utils import Progress
     from graphquant.utils.options import CalibrateOptions, CompareOptions, InsertOptions
 
 
@@ -222,8 +223,8 @@ def _is_model_of(model_format: str, path: Path) -> bool:
 
 
 @checks_types
-def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
-    """Write `model` to `path` atomically and return the path.
+def save(model: Model, path: str | Path, *, force: bool = False, progress: Progress | None = None) -> Path:
+    """Write `model` to `path` atomically and return the path. `progress` receives the megabytes of a weights file.
 
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix
@@ -241,7 +242,7 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     with lock_output(destination):
         # Again, because another process may have written it since.
         check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
-        formats.format_module(model.format).save(model, destination)
+        formats.format_module(model.format).save(model, destination, progress)
     return destination
 
 

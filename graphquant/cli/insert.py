@@ -103,6 +103,8 @@ def insert_command(
             require_convertible(source)
         with progress_bar() as progress:
             result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
+            if written is not None and not to_tflite:
+                api.save(result.model, written, force=force, progress=progress)
         conversion = _write_result(
             result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
         )
@@ -215,8 +217,6 @@ def _write_result(
         from graphquant.api.convert import convert_to_tflite
 
         conversion = convert_to_tflite(result, target, force=force, io=io)
-    elif target is not None:
-        result.save(target, force=force)
     if target is not None:
         remember_output(target)
     if report is not None:

@@ -23,6 +23,7 @@ from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape, TensorRef
+    from graphquant.utils import Progress
 
 FeedT = TypeVar("FeedT")
 ResultT = TypeVar("ResultT")
@@ -115,8 +116,8 @@ class FormatModule(Protocol):
     def emit(self, model: Model) -> Any:
         """Return the changed copy of the source message."""
 
-    def save(self, model: Model, path: Path) -> None:
-        """Emit the model and write it to `path` atomically."""
+    def save(self, model: Model, path: Path, progress: Progress | None = None) -> None:
+        """Emit the model and write it to `path` atomically. `progress` receives the megabytes of a weights file."""
 
     def input_specs(self, model: Model) -> Sequence[InputSpec]:
         """Return the inputs that must be fed, without starting the framework."""

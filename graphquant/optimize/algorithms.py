@@ -138,7 +138,7 @@ def build_model(
     cannot be read.
     """
     sketches, unobservable = (stats.sketches, stats.unobservable) if stats else ({}, {})
-    solution = solve_scales(prepared, plan, sketches, unobservable, stage_progress(progress, "weights, MB"))
+    solution = solve_scales(prepared, plan, sketches, unobservable, stage_progress(progress, "ranges of weights, MB"))
     edits = run_postcalibration_algorithms(prepared, solution, plan, calibration_data)
     return _rewrite_edited(edits, float_weights=float_weights)
 

@@ -58,13 +58,14 @@ from graphquant.quantize.ties import (
     skip_unfed_ties,
     solve_block_scales,
 )
+from graphquant.utils import MEGABYTE
 from graphquant.utils.atomic_files import finished_part, write_file
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
 TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers cannot represent"
 
-FLOAT32_BYTES, MEGABYTE = 4, 10**6
+FLOAT32_BYTES = 4
 MIN_REPORTED_BYTES = 1 << 28  # weights of less are read at once
 SENTINEL_SIZE = 5_000.0  # smallest magnitude of values that stand for "none", as masks of -10000 do
 LARGEST_MASK = 1e30  # beyond it, rounding to a scale could give infinity

@@ -14,6 +14,8 @@ from typing import Any
 Progress = Callable[[str, int, int], None]
 """Callback with the name of the current stage, the completed units and the total units."""
 
+MEGABYTE = 10**6  # the unit of progress on weights
+
 
 def stage_progress(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
     """Return a callback that reports the completed and total units of the stage `name`, or None without `progress`."""

@@ -30,6 +30,7 @@ from graphquant.formats.onnx.tensors import (
     tensor_value,
 )
 from graphquant.ir import Op
+from graphquant.utils import MEGABYTE
 
 if TYPE_CHECKING:
     from graphquant.formats.weights_files import HashingWriter
@@ -187,14 +188,20 @@ def _deferred_value(op: DeferredWeight) -> Array:
 
 
 def write_external_weights(
-    message: Any, ops: Sequence[DeferredWeight], folder: Path | None, file: HashingWriter
+    message: Any,
+    ops: Sequence[DeferredWeight],
+    folder: Path | None,
+    file: HashingWriter,
+    progress: Callable[[int, int], None] | None,
 ) -> list[Any]:
     """Write the large tensors of a ModelProto to `file`, and store their offsets in the message.
 
-    `folder` has the external data of its other tensors. Return the entries that must be set to the name of the file.
-    Raises a ModelError if a tensor cannot be read or written, and an OSError if the file cannot be written.
+    `folder` has the external data of its other tensors. `progress` receives the megabytes that were written, and those
+    of all deferred weights. Return the entries that must be set to the name of the file. Raises a ModelError if a
+    tensor cannot be read or written, and an OSError if the file cannot be written.
     """
     location_entries = []
+    total = missing_weight_bytes(message, ops)
     for tensor in message_tensors(message):
         op = _deferred_weight(tensor, ops)
         is_inline = op is None and not is_external(tensor)
@@ -212,6 +219,8 @@ def write_external_weights(
                 else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             )
             file.finish_tensor()
+        if progress is not None:
+            progress(file.tell() // MEGABYTE, max(total, file.tell()) // MEGABYTE)
         stub = TensorProto()
         _write_weightless(tensor, stub, {"location": "", "offset": start, "length": file.tell() - start})
         tensor.CopyFrom(stub)

@@ -29,6 +29,7 @@ from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, ser
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
 from graphquant.formats.weights_files import open_weights_file, replacing_model, weights_path
 from graphquant.ir import Model, Op, paused_gc
+from graphquant.utils import Progress, stage_progress
 from graphquant.utils.atomic_files import atomic_file
 
 EXTERNALIZE_BYTES = 1 << 28
@@ -36,7 +37,7 @@ EXTERNALIZE_BYTES = 1 << 28
 
 
 @paused_gc()
-def save(model: Model, path: Path) -> None:
+def save(model: Model, path: Path, progress: Progress | None = None) -> None:
     """Emit the model and write it to `path` atomically. In another folder, external data is linked or copied.
 
     All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
@@ -61,7 +62,9 @@ def save(model: Model, path: Path) -> None:
                 return
             # Leaving this context moves the weights into place before the model.
             with atomic_file(path) as file, open_weights_file(path) as writer:
-                for location_entry in write_external_weights(message, emission.deferred, folder, writer):
+                for location_entry in write_external_weights(
+                    message, emission.deferred, folder, writer, stage_progress(progress, "writing weights, MB")
+                ):
                     location_entry.value = weights_path(path, writer.digest).name
                 file.write(message_bytes(message))
                 file.flush()  # a full disk raises here, before any file is replaced

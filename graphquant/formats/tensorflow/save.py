@@ -37,6 +37,7 @@ from graphquant.utils.atomic_files import atomic_file, make_staging_folder, repl
 if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.numerics import Array
+    from graphquant.utils import Progress
 
 _VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
 
@@ -261,7 +262,7 @@ def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, valu
     return str(node.name)
 
 
-def save(model: Model, path: Path) -> None:
+def save(model: Model, path: Path, progress: Progress | None = None) -> None:  # noqa: ARG001  # weights are linked
     """Emit the model and write it to `path` in its original form: a file, a MetaGraph with checkpoint, or a folder.
 
     A file is text if its suffix is `.pbtxt`; `.meta` uses the source's form. Raises a UsageError if `path` cannot be

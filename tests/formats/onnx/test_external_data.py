@@ -146,6 +146,22 @@ def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypa
     assert 4 * 64 * 64 + 2048 <= len(saved_files[0][name]) < 4 * 64 * 64 + 2048 + 4 * 64 * 4 + 10 * 64
 
 
+def test_progress_of_external_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weights file reports the bytes of each tensor in it up to its size; a model without one reports nothing."""
+    source = write_branched_model(tmp_path, external=True)
+    model, calls = gq.insert(source, rules="weight_only").model, list[tuple[str, int, int]]()
+    monkeypatch.setattr(external_data, "MEGABYTE", 1)
+    gq.save(model, tmp_path / "inside.onnx", progress=lambda *call: calls.append(call))
+    assert calls == []
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    path = gq.save(model, tmp_path / "q.onnx", progress=lambda *call: calls.append(call))
+    sizes = [done for _, done, _ in calls]
+    assert {stage for stage, _, _ in calls} == {"writing weights, MB"}
+    assert len(set(sizes)) > 1
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == calls[-1][2] == tmp_path.joinpath(*weight_files(path)).stat().st_size
+
+
 def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacing a model deletes its weights and unreferenced ones; files with similar names stay."""
     source = write_branched_model(tmp_path, external=True)
@@ -236,7 +252,7 @@ def test_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     names = sorted(path.name for path in tmp_path.iterdir())
     contents = [tmp_path.joinpath(name).read_bytes() for name in names]
 
-    def fail_on_full_disk(_message: Any, _ops: Any, _folder: Any, file: Any) -> None:
+    def fail_on_full_disk(_message: Any, _ops: Any, _folder: Any, file: Any, _progress: Any) -> None:
         file.write(b"half")
 
         raise OSError(errno.ENOSPC, "disk-full")
