@@ -39,6 +39,7 @@ from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
+    SAMPLE_SPANS,
     choose_algorithms,
     run_precalibration_algorithms,
     spread_samples,
@@ -92,7 +93,8 @@ MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their roun
 AIM_MARGIN_DB = 0.5  # dB above the target to aim at, because other samples have other errors
 MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
-REPAIR_SAMPLES = 16  # number of samples on which plans are measured
+REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
+MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
@@ -178,11 +180,11 @@ class RepairedPlan:
 class OutputMeter:
     """Measures the worst output of quantized models on a few samples. The float model runs only once."""
 
-    def __init__(self, source: Model, samples: Dataset, target_sqnr: float) -> None:
-        """Run the float model on samples from all over the data."""
+    def __init__(self, source: Model, samples: Dataset, target_sqnr: float, count: int = REPAIR_SAMPLES) -> None:
+        """Run the float model on `count` samples from all over the data, fewer if the outputs are large."""
         self._source, self._target_sqnr = source, target_sqnr
         self._runner = with_selections(formats.format_module(source.format).create_runner(source))
-        feeds = list(spread_samples(samples, REPAIR_SAMPLES))
+        feeds = list(spread_samples(samples, count))
         self._expected = [self._runner.run(feeds[0])]
         size = sum(value.nbytes for value in self._expected[0].values())
         self.feeds = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
@@ -259,7 +261,9 @@ class _Repair:
         self._workspaces: dict[tuple[str, ...], Workspace] = {(): request.workspace}  # by the scaling algorithms
         self._measured: dict[tuple[Recipe, bool], float] = {}
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
-        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr)
+        many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
+        count = REPAIR_SAMPLES if many else SAMPLE_SPANS
+        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
         self._steps: list[RepairStep] = []
         self._blocks: tuple[Block, ...] = ()
         self._groups: list[ScaleGroup] = []
@@ -269,6 +273,7 @@ class _Repair:
         self._reserved_work = (
             (1 - ALGORITHM_SHARE) * request.budget.remaining if math.isfinite(request.budget.limit) else 0.0
         )
+        self._final_work = 0.0  # work that is kept for the final plan
         self._judged: dict[Recipe, float] = {}  # SQNR in dB on the hold-out
         if request.default_sqnr is not None:
             self._judged[DEFAULT_RECIPE] = request.default_sqnr
@@ -330,7 +335,8 @@ class _Repair:
     def _search(self) -> None:
         request = self._request
         if request.default_sqnr is not None:  # the final plan has to be built and validated, whatever the search does
-            self._charge(self._plan_work(DEFAULT_RECIPE))
+            self._final_work = self._plan_work(DEFAULT_RECIPE)
+            self._charge(self._final_work)
         self._current_sqnr = self._start_sqnr = self._measure(DEFAULT_RECIPE)
         algorithm_steps = [lambda: self._try_algorithms((BIAS_CORRECTION,)), self._try_scaling, self._try_rounding]
         if request.default_sqnr is None:
@@ -350,7 +356,8 @@ class _Repair:
             if self._current_sqnr < self._aim or self._current.float_sites:
                 self._search_float_blocks()
             self._take_back()
-            self._charge(self._plan_work(self._current))
+            if self._last_built[:2] != (self._current, False):
+                self._charge(self._plan_work(self._current))
             holdout_sqnr = self._judge_on_holdout()
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
@@ -414,7 +421,7 @@ class _Repair:
         plan, costs = self._plan(recipe, quick=quick), self._request.budget.costs
         algorithms = [name for name in plan.algorithms if name in POST_CALIBRATION_ALGORITHMS]
         rounding = sum(self._rounding_work(plan, name) for name in ROUNDING_ALGORITHMS if name in algorithms)
-        return costs.plan(REPAIR_SAMPLES, len(algorithms)) + rounding
+        return costs.plan(len(self._meter.feeds), len(algorithms)) + rounding
 
     def _rounding_work(self, plan: Plan, name: str) -> float:
         """Predict the work of a rounding algorithm."""
@@ -436,9 +443,7 @@ class _Repair:
         key = recipe, quick
         if key not in self._measured:
             is_built = recipe == DEFAULT_RECIPE and not quick
-            self._charge(
-                self._request.budget.costs.plan(REPAIR_SAMPLES) if is_built else self._plan_work(recipe, quick=quick)
-            )
+            self._charge(self._plan_work(recipe, quick=quick or is_built))
             built = self._build(recipe, quick=quick)
             self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
             if self._request.progress is not None:
@@ -477,7 +482,10 @@ class _Repair:
         workspace = self._workspaces[()]
         if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
-            self._charge(0.0 if self._request.has_stats else self._calibration_work())
+            calibration_work = 0.0 if self._request.has_stats else self._calibration_work()
+            if not self._is_affordable(calibration_work + 2 * self._plan_work(self._current, quick=True)):
+                return
+            self._charge(calibration_work)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         candidate_plans = {
@@ -493,6 +501,8 @@ class _Repair:
         best = self._current
         for name, indices in changed.items():
             recipe = self._with_candidates(dict.fromkeys(indices, name))
+            if not self._is_affordable(self._plan_work(recipe, quick=True)):
+                break
             if self._measure(recipe, quick=True) > sqnr:
                 best, sqnr = recipe, self._measure(recipe, quick=True)
         if candidate_plans and sqnr < self._aim and self._is_affordable(0.0):
@@ -723,6 +733,8 @@ class _Repair:
     def _search_float_blocks(self) -> None:
         """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
         base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+        self._charge(-self._final_work)  # from here, the final plan is among those that are built
+        self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
         # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
         measure_error, _ = self._measure_switched(base, groups)
@@ -741,14 +753,16 @@ class _Repair:
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-            if result.stop_reason is not None or 2 * self._plan_work(base) > self._request.budget.remaining:
-                self._request.budget.extend(2 * self._plan_work(base))
-                self._try_float(recipe_of(result.selection))
-                raise SearchLimitError(result.stop_reason or "work")
+            work = self._plan_work(base, quick=True)
+            work += 0.0 if base.algorithms in self._algorithm_gains else self._plan_work(base)
+            if result.stop_reason is not None or work > self._request.budget.remaining:
+                self._request.budget.extend(work)
             self._try_float(recipe_of(result.selection))
             missing = self._aim - self._estimate(recipe_of(result.selection))
             if missing <= 0 or not math.isfinite(missing):
                 return
+            if result.stop_reason is not None:
+                raise SearchLimitError(result.stop_reason)
             offset -= missing
 
     def _try_float(self, recipe: Recipe) -> None:

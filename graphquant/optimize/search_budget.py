@@ -33,7 +33,9 @@ INSERT_SESSIONS = 14  # sessions that take as long as preparing, rewriting, vali
 PLAN_SESSIONS = 2  # sessions that take as long as the solution, the rewrite and the session of a plan
 BYPASS_SESSIONS = 1.25  # the same for a built plan with further sites in float
 ALGORITHM_SESSIONS, ALGORITHM_RUNS = 4, 64  # sessions and runs that take as long as a cheap optimization algorithm
-PLAN_RUNS = 2.5  # runs of a sample that take as long as one with a plan that keeps some ops in float
+PLAN_RUNS = {"onnx": 1.25, "tensorflow": 2.5}
+"""Runs of a sample that take as long as one with a plan that keeps some ops in float: TensorFlow computes pairs."""
+
 SWITCHED_RUNS = 4  # runs of a sample that take as long as one of the model with switches
 PLAN_BYTE_SECONDS, SWITCHED_BYTE_SECONDS = 2e-10, 4e-10  # of such runs for each byte of the weights, to dequantize them
 MIN_CALIBRATION_SECONDS = 0.15
@@ -63,6 +65,7 @@ class SearchCosts:
     observed_run: float  # run of a sample that observes all activations
     session: float  # creation of a session
     macs: Mapping[OpKey, int]  # multiply-adds of each op per sample
+    plan_runs: float = PLAN_RUNS["onnx"]
     constant_bytes: int  # bytes of all constants
 
     def calibration(self, samples: int) -> float:
@@ -84,7 +87,7 @@ class SearchCosts:
 
     @property
     def _plan_run(self) -> float:
-        return PLAN_RUNS * self.run + PLAN_BYTE_SECONDS * self.constant_bytes
+        return self.plan_runs * self.run + PLAN_BYTE_SECONDS * self.constant_bytes
 
     def switched(self, samples: int, feeds: int, creates_session: bool) -> float:
         """Return the work of measuring one set of groups by switches, in `feeds` batches of samples.
@@ -115,6 +118,7 @@ def predict_costs(model: Model, plan: Plan, samples: Dataset, constant_bytes: in
         observed_run=run + OBSERVED_OP_SECONDS * ops + OBSERVED_ELEMENT_SECONDS * elements,
         session=SESSION_SECONDS + SESSION_OP_SECONDS * ops + SESSION_BYTE_SECONDS * constant_bytes,
         macs=macs,
+        plan_runs=PLAN_RUNS[model.format],
         constant_bytes=constant_bytes,
     )
 
@@ -154,8 +158,8 @@ class SearchBudget:
         self.work += work
 
     def extend(self, work: float) -> None:
-        """Allow some more work, which builds the plan that a search ends with."""
-        self.limit = max(self.limit, self.work) + work
+        """Allow as much work, which builds the plan that a search ends with, whatever is left."""
+        self.limit = max(self.limit, (self.work + work) * (1 + 1e-9))  # its parts may round to a larger sum
         self._deadline = math.inf
 
 
