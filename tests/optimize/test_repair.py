@@ -361,8 +361,29 @@ def test_a_budget_counts_work_before_it_starts() -> None:
     with pytest.raises(SearchLimitError) as error:
         budget.charge(0.001)
     assert error.value.reason == "work"
-    budget.extend(0.005)
-    budget.charge(0.005)
+    parts = [0.1, 0.2, 0.7]  # in another order, their sum is larger
+    budget.extend(sum(sorted(parts, reverse=True)))
+    for part in parts:
+        budget.charge(part)
+    with pytest.raises(SearchLimitError):
+        budget.charge(0.001)
+
+
+@pytest.mark.parametrize(("search_time", "samples"), [("2.5x", 8), ("100x", 16)])
+def test_little_work_measures_fewer_samples(
+    outlier_net: Path, monkeypatch: pytest.MonkeyPatch, search_time: str, samples: int
+) -> None:
+    """If the limit is close, plans are measured on half of the samples, so that more plans are measured."""
+    meters: list[repair.OutputMeter] = []
+    create = repair.OutputMeter.__init__
+
+    def spy(meter: repair.OutputMeter, *arguments: Any) -> None:
+        create(meter, *arguments)
+        meters.append(meter)
+
+    monkeypatch.setattr(repair.OutputMeter, "__init__", spy)
+    insert_net(outlier_net, search_time=search_time)
+    assert len(meters[-1].feeds) == samples
 
 
 def test_a_short_calibration_still_allows_a_search() -> None:
