@@ -53,6 +53,7 @@ from graphquant.ir.types import (
     TensorRef,
     Use,
     connected_groups,
+    dependency_components,
     follow,
     follow_to_end,
     fully_known_shape,

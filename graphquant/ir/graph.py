@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -70,17 +71,13 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
-        import networkx as nx  # imported when needed, so that rule files are read without it
-
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        contents = vars(self.nx)  # its dictionaries; the views of them are slow
-        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
-        self._successors: dict[str, Edges] = contents["_succ"]
-        self._predecessors: dict[str, Edges] = contents["_pred"]
+        # The dictionaries of `nx`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._successors: dict[str, Edges] = {}
+        self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
         self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
         self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
@@ -106,6 +103,16 @@ class Graph:
                     vars(self).update(vars(self._build(self.graphs)))
                     del self._build
             return object.__getattribute__(self, attribute)
+
+    @cached_property
+    def nx(self) -> nx.MultiDiGraph[str]:
+        """The graph for the algorithms of networkx, whose import takes as long as the planning of a small model."""
+        import networkx as nx
+
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        nodes, successors, predecessors = self._nodes, self._successors, self._predecessors
+        vars(graph).update(_node=nodes, _adj=successors, _succ=successors, _pred=predecessors)
+        return graph
 
     @property
     def is_built(self) -> bool:
@@ -218,7 +225,8 @@ class Graph:
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
-        self.nx.add_node(op.name, op=op, slots=[])
+        self._nodes[op.name] = {"op": op, "slots": []}
+        self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
         if inputs or control_sources:
@@ -307,7 +315,11 @@ class Graph:
             self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
                 self._remove_data_edge(use, tensor)
-        self.nx.remove_node(name)
+        for target in self._successors.pop(name):
+            del self._predecessors[target][name]
+        for source in self._predecessors.pop(name):
+            del self._successors[source][name]
+        del self._nodes[name]
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -577,7 +589,7 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph.nx.nodes(data=True):
+    for name, data in graph._nodes.items():  # noqa: SLF001  # an op may be missing
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
@@ -587,7 +599,13 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
+    edges = (
+        (source, target, key, edge)
+        for source, targets in graph._successors.items()  # noqa: SLF001
+        for target, edges_by_key in targets.items()
+        for key, edge in edges_by_key.items()
+    )
+    for source, target, key, edge in edges:
         if isinstance(key, int):
             unmatched_edges -= 1
         elif key != CONTROL_EDGE:
@@ -610,7 +628,7 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
     _, target, key = graph.edge_key(use, tensor)
-    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
+    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

@@ -43,7 +43,7 @@ from graphquant.visualize.tables import (
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
     from graphquant.analysis.model_summary import ModelSummary, QuantizationOp, StoredScaleTensor
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.calibration.stats import Stats
     from graphquant.ir import StoredQuantization, TensorRef
     from graphquant.numerics import Array
