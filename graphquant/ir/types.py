@@ -275,7 +275,7 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> Iterab
         import networkx as nx  # imported for loops only, because that takes longer than the rest for a small model
 
         graph: nx.DiGraph[Node] = nx.DiGraph()
-        graph.add_edges_from((node, dependency) for node, successors in dependencies.items() for dependency in successors)
+        graph.add_edges_from((node, target) for node, targets in dependencies.items() for target in targets)
         return nx.strongly_connected_components(graph)  # Tarjan's algorithm yields dependencies first
 
 

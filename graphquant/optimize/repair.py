@@ -39,7 +39,6 @@ from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
-    choose_algorithms,
     run_precalibration_algorithms,
     spread_samples,
 )
@@ -67,6 +66,7 @@ from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, St
 from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
+from graphquant.rules import choose_algorithms
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset

@@ -1,6 +1,13 @@
 """Rule files: loading, validation and their data."""
 
-from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, rule_file_schema, shipped_rule_files
+from graphquant.rules.load import (
+    choose_algorithms,
+    find_rule_file,
+    load_ruleset,
+    rebase_rule_paths,
+    rule_file_schema,
+    shipped_rule_files,
+)
 from graphquant.rules.matcher import (
     LIST_NAMES_HINT,
     RuleMatch,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
 REASONS_SHOWN = 100  # maximum number of reasons to print for skipped tensors
 MIN_RULE_ROWS = 3  # rows of the table of a rule after the tables before it have used up all rows
+LOW_SQNR = 30.0  # SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50
 FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
 CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
 MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
