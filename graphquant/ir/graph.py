@@ -135,6 +135,13 @@ class Graph:
         for data in self._nodes.values():
             yield data["op"]
 
+    def calls(self) -> Iterator[tuple[Op, Call]]:
+        """Yield the calls of all ops, each with its op."""
+        for data in self._nodes.values():
+            op: Op = data["op"]
+            for call in op.calls:
+                yield op, call
+
     def topological_order(self, *, with_loops: bool = False) -> list[str]:
         """Return the names of the ops, each after its sources. Ops in a cycle, or after one, are omitted.
 
@@ -451,15 +458,14 @@ class Model(HtmlRepresentation):
         """Return the ops of the graphs `names`, or of all, that run each graph: (`Use` with slot 0, `Call`)."""
         callers_of: dict[str, list[tuple[Use, Call]]] = {}
         for graph in self.graphs.values():
-            for op in graph.ops() if names is None or graph.name in names else ():
-                for call in op.calls:
-                    callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
+            for op, call in graph.calls() if names is None or graph.name in names else ():
+                callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
         return callers_of
 
     def passed_operand(self, caller: Use, call: Call, position: int) -> TensorRef | None:
         """Return the tensor that an op passes to a graph as input `position`; None if there is none."""
         graph = self.graphs[caller.graph]
-        return None if call.offset is None else graph.source_of(caller._replace(slot=position + call.offset))
+        return None if call.offset is None else graph.source_of(Use(caller.graph, caller.op, position + call.offset))
 
     def reachable_graphs(self) -> list[str]:
         """Return the graphs that a run can reach, the main one first."""
@@ -492,8 +498,8 @@ class Model(HtmlRepresentation):
         """Return the graphs `starts` and all graphs that they call, but not by ops of `ignored_kind`."""
 
         def callees(name: str) -> list[str]:
-            calls = [call for op in self.graphs[name].ops() if op.kind != ignored_kind for call in op.calls]
-            return [call.graph for call in calls if call.graph in self.graphs]
+            calls = self.graphs[name].calls()
+            return [call.graph for op, call in calls if op.kind != ignored_kind and call.graph in self.graphs]
 
         return reachable(starts, callees)
 

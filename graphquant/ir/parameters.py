@@ -89,10 +89,15 @@ class Parameters:
         """
         if not self.is_parameter(tensor):
             return tensor
-        if tensor not in self._root_tensors:
-            for current in self._topological_order(reachable([tensor], self._forwarded_sources)):
-                roots = {self._root_tensors[source] for source in self._forwarded_sources(current)}
+        pending = [tensor]
+        while pending:  # without recursion, like `_resolve`; the sources of a parameter are not cyclic
+            sources = self._forwarded_sources(pending[-1])
+            unresolved = [source for source in sources if source not in self._root_tensors]
+            if not unresolved:
+                roots = {self._root_tensors[source] for source in sources}
+                current = pending.pop()
                 self._root_tensors[current] = roots.pop() if len(roots) == 1 else current
+            pending += unresolved
         return self._root_tensors[tensor]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
@@ -212,8 +217,10 @@ class Parameters:
 
     def _main_graph_tensor(self, tensor: TensorRef) -> TensorRef:
         """Return the main graph's variable or constant for the same one in a saved function, else `tensor`."""
+        if tensor.graph not in self._model.saved_functions:
+            return tensor
         candidate = TensorRef(self._model.entry_graphs[0], tensor.op, tensor.port)
-        if tensor.graph not in self._model.saved_functions or tensor.op not in self._model.graphs[candidate.graph]:
+        if tensor.op not in self._model.graphs[candidate.graph]:
             return tensor
         return candidate if self._model.op(candidate).kind == self._model.op(tensor).kind else tensor
 
