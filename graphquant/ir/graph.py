@@ -627,13 +627,14 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
-    source_graph = graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
+    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
+    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
     outputs = len(source_graph.op(tensor.op).outputs)
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    _, target, key = graph.edge_key(use, tensor)
+    target, key = (use.op, use.slot) if is_own else graph.edge_key(use, tensor)[1:]
     edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")

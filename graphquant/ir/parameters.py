@@ -44,12 +44,18 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        self._runnable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
-        # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
-        self._callers = model.callers(self._runnable)
         self._sources: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
         self._input_positions: dict[str, dict[str, int]] = {}
         self._root_tensors: dict[TensorRef, TensorRef] = {}
+
+    @cached_property
+    def _runnable(self) -> set[str]:
+        return set(self._model.graphs_reachable_from((*self._model.entry_graphs, *self._model.saved_functions)))
+
+    @cached_property
+    def _callers(self) -> dict[str, list[tuple[Use, Call]]]:
+        # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
+        return self._model.callers(self._runnable)
 
     @cached_property
     def _all_callers(self) -> dict[str, list[tuple[Use, Call]]]:
