@@ -35,6 +35,7 @@ from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options
 
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
+    from graphquant.qdq import FusedForm
     from graphquant.utils.option_types import RangeSource
 
 OPSET_STEP = "opset"
@@ -228,7 +229,12 @@ def select_sites(
         raise UsageError(f"--range-source {range_source} is not possible: {reason}.")
     selection = SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)
     if (family is None or chosen_family.variant_of) and model.format == "onnx":
-        from graphquant.formats.onnx import supports_fused_form
-
-        selection = replace(selection, supports_fused_form=supports_fused_form)
+        selection = replace(selection, supports_fused_form=_runtime_supports_form)
     return selection
+
+
+def _runtime_supports_form(form: FusedForm) -> bool:
+    """Ask the installed ONNX Runtime, which is imported only for rules of fused ops."""
+    from graphquant.formats.onnx import supports_fused_form
+
+    return supports_fused_form(form)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from graphquant.errors import ModelError, did_you_mean
 from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from graphquant.ir import Model, Shape, TensorRef
 
 FeedT = TypeVar("FeedT")
@@ -311,6 +312,7 @@ def prefetch(
         for feed in feeds:
             yield _report_result(run(feed), on_result)
         return
+    from concurrent.futures import ThreadPoolExecutor
 
     def run_and_report(feed: FeedT, previous: Future[ResultT] | None) -> ResultT:
         result = run(feed)

@@ -579,10 +579,12 @@ def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     Shipped rules cover many models, so most of them match nothing in any one model. That is not a mistake.
     """
     shipped_files = [name for name in plan.rules if name in shipped_rule_files()]
-    if not plan.unused or not (shipped or len(shipped_files) < len(plan.rules)):
-        return []  # without reading the rule files again
-    shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
-    user_rules = [name for name in plan.unused if name not in shipped_rules]
+    if not plan.unused:
+        return []
+    user_rules: list[str] = []
+    if len(shipped_files) < len(plan.rules):  # else without reading the rule files again
+        shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
+        user_rules = [name for name in plan.unused if name not in shipped_rules]
     lines: list[RenderableType] = []
     if user_rules:
         lines.append(plain_line(f"Your rules without a match: {', '.join(user_rules)}", "yellow"))
