@@ -294,8 +294,9 @@ def _mark_identities(graph: Graph) -> None:
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through ops that keep them. A read of a variable has the variable's shape."""
     visited: set[str] = set()
+    chain: list[tuple[Op, TensorRef | None]]
     for start in list(graph.ops()):
-        op, chain = start, list[tuple[Op, TensorRef | None]]()
+        op, chain = start, []
         while (
             op.name not in visited and op.kind in _SHAPE_PRESERVING_KINDS and op.outputs and op.outputs[0].shape is None
         ):

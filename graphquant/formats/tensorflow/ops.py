@@ -53,27 +53,30 @@ class OpTable:
 
     def __init__(self, lines: Mapping[str, str]) -> None:
         self._lines = lines
+        self._op_defs: dict[str, Any] = {}
         self._specs: dict[str, OpSpec] = {}
 
     def __contains__(self, op_type: object) -> bool:
-        return op_type in self._specs or op_type in self._lines
+        return op_type in self._op_defs or op_type in self._lines
 
     def find_spec(self, op_type: str) -> OpSpec | None:
-        """Return the operation of that name, None if it is unknown."""
+        """Return the operation of that name, None if it is unknown.
+
+        Raises a ModelError if the model defines it with an argument of an unknown type.
+        """
         if op_type not in self._specs and op_type in self._lines:
             self._specs[op_type] = _parse_table_line(op_type, self._lines[op_type])
+        elif op_type not in self._specs and op_type in self._op_defs:
+            self._specs[op_type] = _parse_op_def(self._op_defs[op_type])
         return self._specs.get(op_type)
 
     def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
-        """Return a table with these `OpDef` messages added. A known operation keeps its definition.
-
-        Raises a ModelError if an argument has an unknown type.
-        """
+        """Return a table with these `OpDef` messages added. A known operation keeps its definition."""
         table = OpTable(self._lines)
         table._specs.update(self._specs)
+        table._op_defs.update(self._op_defs)
         for op_def in op_defs:
-            if op_def.name not in table:
-                table._specs[op_def.name] = _parse_op_def(op_def)
+            table._op_defs.setdefault(op_def.name, op_def)
         return table
 
 
