@@ -11,23 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from graphquant.errors import ModelError, UsageError, did_you_mean
-from graphquant.ir import (
-    FLOAT_TYPES,
-    LOOP_KINDS,
-    Graph,
-    Model,
-    Op,
-    Parameters,
-    TensorRef,
-    dependency_components,
-    paused_gc,
-)
+from graphquant.ir import FLOAT_TYPES, LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, paused_gc
+from graphquant.ir.types import dependency_components
 from graphquant.observers import OBSERVERS, histogram_bits
 from graphquant.quantize import look_through_dropped_ops
 from graphquant.rules import ObserverConfig
@@ -255,8 +246,7 @@ CALIBRATION_METHODS = tuple(
 """Observers that any activation may have: they read values and need no argument."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationTarget:
+class ObservationTarget(NamedTuple):
     """Details that calibration collects for a tensor."""
 
     fingerprint: str  # Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.

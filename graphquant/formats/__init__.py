@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
@@ -43,8 +43,7 @@ class InputSpec:
     signatures: tuple[str, ...] = ()  # the signatures of a TensorFlow model that take the input
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpProfile:
+class OpProfile(NamedTuple):
     """Seconds that each op of a model takes in one run.
 
     A framework may fuse several ops. The time of the fused op is listed under one of them.

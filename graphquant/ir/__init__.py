@@ -53,7 +53,6 @@ from graphquant.ir.types import (
     TensorRef,
     Use,
     connected_groups,
-    dependency_components,
     follow,
     follow_to_end,
     fully_known_shape,

@@ -52,7 +52,6 @@ class FunctionClones:
         self._clone_graph_set = set(self.clone_graphs)
         self._input_positions: dict[str, dict[str, int]] = {}
         self._variable_reads: dict[OpKey, VariableReads] = {}
-        self._attrs: dict[OpKey, dict[str, str]] = {}
         self._originals: dict[OpKey, OpKey | None] = {}
         if self.clone_graphs:
             self._callers = model.callers(reachable.union(callable_graphs))
@@ -285,16 +284,8 @@ class FunctionClones:
             return False
         if clone[0] not in self._clone_graph_set or original[0] in self._clone_graph_set:
             return False
-        return self._compared_attrs(clone) == self._compared_attrs(original)
-
-    def _compared_attrs(self, op_key: OpKey) -> dict[str, str]:
-        """Return the attributes in which clones agree, as text."""
-        if op_key not in self._attrs:
-            attrs = self._op_of(op_key).attrs
-            names = (name for name in attrs if not name.startswith("_") and name not in _TRAINING_ATTRS)
-            values = ((name, attrs[name]) for name in names)
-            self._attrs[op_key] = {name: repr(value) for name, value in values if value is not None}
-        return self._attrs[op_key]
+        names = {name for name in (*clone_op.attrs, *original_op.attrs) if not name.startswith("_")} - _TRAINING_ATTRS
+        return all(repr(clone_op.attrs.get(name)) == repr(original_op.attrs.get(name)) for name in names)
 
     def _read_same_values(self, clone: OpKey, original: OpKey) -> bool:
         """Return True if two ops read the same variables and the same float constants."""

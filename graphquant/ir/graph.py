@@ -605,20 +605,13 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    edges = (
-        (source, target, key, edge)
-        for source, targets in graph._successors.items()  # noqa: SLF001
-        for target, edges_by_key in targets.items()
-        for key, edge in edges_by_key.items()
-    )
-    for source, target, key, edge in edges:
-        if isinstance(key, int):
-            unmatched_edges -= 1
-        elif key != CONTROL_EDGE:
-            use: Use = key[1]
+    targets = ((source, *target) for source in graph._successors for target in graph.successors(source).items())  # noqa: SLF001
+    for source, target, edges in targets:
+        unmatched_edges -= sum(isinstance(key, int) for key in edges)
+        for use in (key[1] for key in edges if isinstance(key, tuple)):
             reader_graph = graph.graphs.get(use.graph)
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
-            if source_tensor != TensorRef(graph.name, source, edge["port"]):
+            if source_tensor != TensorRef(graph.name, source, edges["capture", use]["port"]):
                 raise _invariant_error(
                     stage, graph, f"The capture edge {source} -> {target} is for {use}, which reads another tensor."
                 )

@@ -122,8 +122,7 @@ class Output:
         return ((self.shape[0] if self.shape else None) or 1) * math.prod(size or 0 for size in self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A graph that an op runs: a branch, a loop body or a function."""
 
     attr: str  # the op's attribute that names or holds the graph
@@ -187,8 +186,7 @@ class Op:
         return value.decode() if isinstance(value, bytes) else str(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormatTraits:
+class FormatTraits(NamedTuple):
     """Properties of one model format. Outside `formats`, code asks for these instead of the name of a format."""
 
     runtime: str  # framework that runs the models

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graphquant import formats
 from graphquant.calibration.memory import estimate_footprint
@@ -111,8 +111,7 @@ WEIGHTS_TOO_LARGE = "a second copy of the weights would need too much memory"
 SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltModel:
+class BuiltModel(NamedTuple):
     """The quantized model of one plan."""
 
     edits: WeightEdits  # the prepared model, its solved plan and the weight edits of optimization algorithms

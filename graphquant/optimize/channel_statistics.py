@@ -38,8 +38,7 @@ class ChannelMoments(NamedTuple):
         return ChannelMoments(self.low / divisors, self.high / divisors, self.power / np.square(divisors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupWeight:
+class GroupWeight(NamedTuple):
     """Weight of a channel group, reduced along the axes that carry no scale."""
 
     constant: ChannelConstant  # the constant
@@ -99,8 +98,7 @@ def _reduce_group_weight(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingCosts:
+class RoundingCosts(NamedTuple):
     """Inputs of the rounding-cost model of one channel group."""
 
     group: ChannelGroup  # the channel group

@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
@@ -164,8 +164,7 @@ class Recipe:
     cost: float = 0.0  # multiply-adds of the float blocks as a share of all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairedPlan:
+class RepairedPlan(NamedTuple):
     """The plan of a repair with its quantized model, and the changed tensors with their candidate."""
 
     workspace: Workspace
@@ -213,8 +212,7 @@ class OutputMeter:
         return min(sqnr.values(), default=math.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairRequest:
+class RepairRequest(NamedTuple):
     """A plan that misses its target, and the data and limits of its repair."""
 
     source: Model

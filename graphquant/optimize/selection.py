@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 from graphquant.optimize.search_budget import SearchLimitError, StopReason
@@ -198,16 +197,14 @@ MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuality:
+class PlanQuality(NamedTuple):
     """True if a plan meets the bounds on the search samples, and the SQNR in dB of its worst output, or infinity."""
 
     met: bool
     sqnr: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectionResult:
+class SelectionResult(NamedTuple):
     """Result of a selection search."""
 
     selection: Selection  # index of the candidate of each group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -121,8 +120,7 @@ CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
 """Op types of constants whose value is no attribute of a node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedOp:
+class WeightedOp(NamedTuple):
     """Op that multiplies by a quantized weight."""
 
     graph: str  # its graph

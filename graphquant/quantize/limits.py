@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,7 @@ INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
 """Families whose consumers convert a float bias to int32 themselves: onnxruntime's optimizer and TFLite's converter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasFitLimit:
+class BiasFitLimit(NamedTuple):
     """The bias of an op must fit int32."""
 
     bias: TensorRef  # the bias

@@ -18,7 +18,6 @@ from graphquant.observers import OBSERVERS
 from graphquant.qdq import FAMILIES, FamilyArguments
 from graphquant.rules.pattern_syntax import ANY_OP, parse_pattern
 from graphquant.rules.rule import (
-    ALGORITHM_NAMES,
     CONSUMER_CONDITIONS,
     NEGATION,
     NO_COSTS,
@@ -292,20 +291,6 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         costs=costs,
         rules=tuple(rules),
     )
-
-
-def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
-
-    `requested` are names to add, or with a leading "not " to remove.
-    """
-    for name in requested:
-        algorithm = name.removeprefix(NEGATION)
-        if algorithm not in ALGORITHM_NAMES:
-            hint = did_you_mean(algorithm, ALGORITHM_NAMES) or f" Use one of {', '.join(ALGORITHM_NAMES)}."
-            raise UsageError(f"The optimization algorithm {algorithm[:60]!r} does not exist.{hint}")
-    enabled = {*rule_algorithms, *(name for name in requested if not name.startswith(NEGATION))}
-    return tuple(name for name in ALGORITHM_NAMES if name in enabled and NEGATION + name not in requested)
 
 
 def _parse_rules(name: str, label: str, path: Path | None, content: bytes) -> tuple[RuleFile, LocateKeys]:

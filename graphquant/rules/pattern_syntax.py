@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 _KIND = r"[A-Za-z_*][\w.]*"
 _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
@@ -19,8 +19,7 @@ MAX_CHAIN_LINKS = 16  # longest chain, in links
 MAX_FACTORS = 5  # most operands of a product in a pattern, as each doubles its spellings
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(NamedTuple):
     """One link of a chain: the kinds that it allows, and True if it may be missing."""
 
     kinds: frozenset[str]

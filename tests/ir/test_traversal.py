@@ -2,7 +2,8 @@
 
 import pytest
 
-from graphquant.ir import connected_groups, dependency_components, follow, follow_to_end, reachable, unique_name
+from graphquant.ir import connected_groups, follow, follow_to_end, reachable, unique_name
+from graphquant.ir.types import dependency_components
 
 
 def test_follow_ends_at_none() -> None:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
@@ -365,8 +365,7 @@ WatchMode = Literal["values", "values by flag", "sizes"]
 """Watched data: all values in each run, only the values whose flag is set, or the number of elements of each value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(NamedTuple):
     """Source of the values of a watched tensor."""
 
     # Graph outputs of the values; a function has one entry for each of its calls.
@@ -384,8 +383,7 @@ class Probe:
         return [value for source in self.sources for value in source.values(fetched)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedMessage:
+class WatchedMessage(NamedTuple):
     """A message that returns watched tensors."""
 
     message: Any  # the ModelProto

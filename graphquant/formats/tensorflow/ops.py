@@ -8,10 +8,9 @@ argument is one tensor, a number of tensors of one type (an attribute holds it),
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow.proto import dtype_name
@@ -24,8 +23,7 @@ _MAX_PORTS: Final = 65_536
 _DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
 
 
-@dataclass(frozen=True, slots=True)
-class ArgSpec:
+class ArgSpec(NamedTuple):
     """An input or output argument of an operation, which stands for one port or several."""
 
     name: str  # the argument's name
@@ -36,8 +34,7 @@ class ArgSpec:
     is_ref: bool = False  # True if the type is a reference to a TF1 variable's buffer
 
 
-@dataclass(frozen=True, slots=True)
-class OpSpec:
+class OpSpec(NamedTuple):
     """An operation."""
 
     name: str  # its type, for instance "MatMul"

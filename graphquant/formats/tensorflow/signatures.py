@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ _SPARSE_PARTS: Final = ("", "_1", "_2")
 """Suffixes of the keys under which TensorFlow 2 saves the indices, the values and the shape of a sparse argument."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FedTensors:
+class FedTensors(NamedTuple):
     """The placeholders of one input: one of a dense tensor, or several of a sparse or a ragged one."""
 
     encoding: Literal["dense", "sparse", "ragged"]
