@@ -273,6 +273,7 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> Iterab
         import networkx as nx  # imported for loops only, because that takes longer than the rest for a small model
 
         graph: nx.DiGraph[Node] = nx.DiGraph()
+        graph.add_nodes_from(dependencies)
         graph.add_edges_from((node, target) for node, targets in dependencies.items() for target in targets)
         return nx.strongly_connected_components(graph)  # Tarjan's algorithm yields dependencies first
 

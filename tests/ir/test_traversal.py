@@ -34,8 +34,8 @@ def test_connected_groups_keep_the_order_of_nodes() -> None:
 def test_dependency_components_are_after_their_dependencies() -> None:
     """Each node of a graph without cycles is a component. The nodes of a cycle are one."""
     assert dependency_components({"a": ["b", "c"], "b": ["c"], "c": []}) == [["c"], ["b"], ["a"]]
-    components = dependency_components({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["e"]})
-    assert sorted(map(sorted, components)) == [["a"], ["b", "c"], ["d"], ["e"]]
+    components = dependency_components({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["e"], "f": []})
+    assert sorted(map(sorted, components)) == [["a"], ["b", "c"], ["d"], ["e"], ["f"]]
     order = [
         member for component in dependency_components({"a": ["b"], "b": ["a", "d"], "d": []}) for member in component
     ]
