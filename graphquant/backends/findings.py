@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from graphquant.errors import ModelError
 from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, OpKey, qualified_op_name
@@ -22,7 +22,8 @@ RunStatus = Literal["int8", "fused", "float", "removed"]
 FindingLevel = Literal["error", "warning", "note"]
 
 
-class BrokenRule(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
     """Rule of a backend that keeps an op in float."""
 
     rule: str  # short identifier, for example "no-quantized-output"
