@@ -38,7 +38,8 @@ class ChannelMoments(NamedTuple):
         return ChannelMoments(self.low / divisors, self.high / divisors, self.power / np.square(divisors))
 
 
-class GroupWeight(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWeight:
     """Weight of a channel group, reduced along the axes that carry no scale."""
 
     constant: ChannelConstant  # the constant
@@ -98,7 +99,8 @@ def _reduce_group_weight(
     )
 
 
-class RoundingCosts(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingCosts:
     """Inputs of the rounding-cost model of one channel group."""
 
     group: ChannelGroup  # the channel group

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 from graphquant.optimize.search_budget import SearchLimitError, StopReason
@@ -197,14 +198,16 @@ MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
-class PlanQuality(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuality:
     """True if a plan meets the bounds on the search samples, and the SQNR in dB of its worst output, or infinity."""
 
     met: bool
     sqnr: float
 
 
-class SelectionResult(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionResult:
     """Result of a selection search."""
 
     selection: Selection  # index of the candidate of each group

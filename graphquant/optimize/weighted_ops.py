@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -120,7 +121,8 @@ CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
 """Op types of constants whose value is no attribute of a node."""
 
 
-class WeightedOp(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedOp:
     """Op that multiplies by a quantized weight."""
 
     graph: str  # its graph
