@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -57,8 +57,7 @@ class FedTensors(NamedTuple):
         return dict(zip(self.ops, (flat_values, *splits), strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignatureInput:
+class SignatureInput(NamedTuple):
     """An input that data feeds, and the tensors that receive it: one in each signature that takes it."""
 
     spec: InputSpec
@@ -103,7 +102,7 @@ def signature_inputs(model: Model, meta: Any) -> tuple[SignatureInput, ...]:
                 shared = merged[index]
                 spec = replace(shared.spec, signatures=(*shared.spec.signatures, name))
                 targets = tuple(dict.fromkeys((*shared.targets, *entry.targets)))
-                merged[index] = replace(shared, spec=spec, targets=targets)
+                merged[index] = shared._replace(spec=spec, targets=targets)
     return tuple(merged)
 
 
