@@ -18,7 +18,7 @@ import numpy as np
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.site_errors import match_sites
-from graphquant.api import prepare_for_plan
+from graphquant.api.plan import prepare_for_plan
 from graphquant.calibration.batch_independence import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.optimize.sensitivity import BATCH_SIZE, measure_sensitivity

@@ -31,10 +31,11 @@ THREADS = 2
 
 def feeds(model: Path, data: Path) -> Iterator[Feed]:
     """The samples of `data`, read as calibration reads them."""
-    from graphquant import api, formats
+    import graphquant as gq
+    from graphquant import formats
     from graphquant.calibration.data import open_data
 
-    runner = formats.format_module("onnx").create_runner(api.load(model))
+    runner = formats.format_module("onnx").create_runner(gq.load(model))
     yield from open_data(str(data), runner.inputs)
 
 
@@ -56,11 +57,11 @@ def session(model: Path | bytes) -> Any:
 
 def planned(model: Path) -> list[str]:
     """The values of a prepared model that calibration looks at."""
-    from graphquant import api
+    import graphquant as gq
     from graphquant.calibration.targets import sites_needing_data
 
-    loaded = api.load(model)
-    sites = sites_needing_data(api.plan(loaded))
+    loaded = gq.load(model)
+    sites = sites_needing_data(gq.plan(loaded))
     return list(dict.fromkeys(loaded.output(site.tensor).name or str(site.tensor) for site in sites))
 
 
@@ -96,13 +97,13 @@ def fetching(model: Path, data: Path) -> Callable[[], object]:
 
 def graphquant(model: Path, data: Path, method: str) -> Callable[[], object]:
     """Calibration by graphquant: min-max alone, or the whole sketch."""
-    from graphquant import api
+    import graphquant as gq
     from graphquant.calibration.targets import with_observer
 
     imported(model, data)
-    loaded = api.load(model)
-    plan = with_observer(api.plan(loaded), method)
-    return lambda: api.calibrate(loaded, plan, str(data), full=method != "minmax")
+    loaded = gq.load(model)
+    plan = with_observer(gq.plan(loaded), method)
+    return lambda: gq.calibrate(loaded, plan, str(data), full=method != "minmax")
 
 
 def onnxruntime_static(model: Path, data: Path, method: str) -> Callable[[], object]:

@@ -36,11 +36,12 @@ def models(given: Path, folder: Path, samples: int) -> Iterator[tuple[str, Path,
 
 def prepared(model: Path) -> Path:
     """The model as every contestant gets it: of an opset that all take, its BatchNorms folded."""
-    from graphquant import api
+    import graphquant as gq
+    from graphquant.api.plan import prepare_for_plan
 
-    loaded = api.load(model)
+    loaded = gq.load(model)
     path = model.with_name(f"{model.stem}.prepared.onnx")
-    api.save(api.prepare_for_plan(loaded, api.plan(loaded)), path, force=True)  # what calibration runs
+    gq.save(prepare_for_plan(loaded, gq.plan(loaded)), path, force=True)  # what calibration runs
     return path
 
 

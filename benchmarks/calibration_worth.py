@@ -21,9 +21,9 @@ def quantized(what: str, model: Path, data: Path, out: Path, nncf: str | None) -
         return
     tool, _, method = what.partition(" ")
     if tool == "graphquant":
-        from graphquant import api
+        import graphquant as gq
 
-        api.insert(model, data=str(data), method=method, validate=False).save(out, force=True)
+        gq.insert(model, data=str(data), method=method, validate=False).save(out, force=True)
         return
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, quantize_static
 

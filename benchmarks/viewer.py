@@ -33,7 +33,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from scale import residual
 
-from graphquant import api, formats
+import graphquant as gq
+from graphquant import formats
+from graphquant.api.plan import prepare_for_plan
 from graphquant.numerics import Range
 from graphquant.observers import Sketch
 from graphquant.quantize import solve_scales
@@ -101,8 +103,8 @@ def quantized(source: onnx.ModelProto, folder: Path) -> Model:
     path = folder / "float.onnx"
     path.write_bytes(source.SerializeToString())
     model = formats.format_module("onnx").load(path)
-    plan = api.plan(model)
-    prepared = api.prepare_for_plan(model, plan)
+    plan = gq.plan(model)
+    prepared = prepare_for_plan(model, plan)
     seen = Range(np.float64(-1.0), np.float64(1.0))
     sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
     return rewrite(prepared, plan, solve_scales(prepared, plan, sketches).params)[0]
@@ -230,7 +232,7 @@ def main() -> None:
                 cells = [f"{row['ops']:,.0f}", *(f"{row[name]:.2f}" for name in list(row)[1:])]
                 if asked.netron:
                     path = Path(scratch) / "quantized.onnx"
-                    api.save(model, path, force=True)
+                    gq.save(model, path, force=True)
                     took = netron_seconds(asked.netron, path)
                     cells.append(f"more than {PATIENCE}" if took is None else f"{took:.1f}")
                 print(f"| {build.__name__} | {' | '.join(cells)} |", flush=True)

@@ -16,23 +16,23 @@ from graphquant.utils.options import checks_types
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "load": "graphquant.api",
-    "plan": "graphquant.api",
-    "calibrate": "graphquant.api",
-    "check": "graphquant.api",
-    "check_data": "graphquant.api",
-    "compare": "graphquant.api",
-    "diff": "graphquant.api",
-    "explain": "graphquant.api",
-    "insert": "graphquant.api",
-    "save": "graphquant.api",
-    "strip": "graphquant.api",
-    "to_tf": "graphquant.api",
+    "load": "graphquant.api.models",
+    "plan": "graphquant.api.plan",
+    "calibrate": "graphquant.api.calibrate",
+    "check": "graphquant.api.inspect",
+    "check_data": "graphquant.api.inspect",
+    "compare": "graphquant.api.compare",
+    "diff": "graphquant.api.compare",
+    "explain": "graphquant.api.inspect",
+    "insert": "graphquant.api.insert",
+    "save": "graphquant.api.models",
+    "strip": "graphquant.api.strip",
+    "to_tf": "graphquant.api.convert",
     "freeze": "graphquant.api.convert",
     "convert_to_tflite": "graphquant.api.convert",
     "load_stats": "graphquant.calibration.stats",
-    "merge_stats": "graphquant.api",
-    "Result": "graphquant.api",
+    "merge_stats": "graphquant.api.calibrate",
+    "Result": "graphquant.api.result",
     "Stats": "graphquant.calibration.stats",
     "Model": "graphquant.ir",
     "TensorRef": "graphquant.ir",
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
-    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
+    value = getattr(module, name, module)  # graph_editor is a module itself
     return checks_types(value) if isfunction(value) else value

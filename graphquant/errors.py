@@ -6,7 +6,6 @@ The first sentence of a message states the problem (file:line, op, tensor), the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import ClassVar
 
 
@@ -78,10 +77,14 @@ class InternalError(GraphQuantError):
 
 def escape_unprintable(text: str) -> str:
     """Escape line breaks and control characters. Names in models are data and must not control a terminal."""
+    if text.isprintable():  # nearly always, and much faster
+        return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return a sentence, with a leading space, that names the candidates closest to `word`; "" if none is close."""
+    from difflib import get_close_matches  # imported for errors only
+
     close = get_close_matches(word, list(candidates), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

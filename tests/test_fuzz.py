@@ -30,7 +30,7 @@ from google.protobuf.message import Message
 from onnx import ModelProto, checker
 from rich.console import Console
 
-from graphquant import api
+import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.calibration.data import open_data
 from graphquant.errors import GraphQuantError, InternalError
@@ -194,7 +194,7 @@ def quantized_sample(name: str) -> Path:
     """Return a sample model with quantize-dequantize ops, in a temporary folder."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
-    result = api.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
+    result = gq.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
     return result.save(Path(folder.name) / name)
 
 
@@ -231,13 +231,13 @@ def write_mutated_model(rng: random.Random, folder: Path) -> Path:
 def model_case(rng: random.Random, folder: Path) -> str:
     """Inspect a mutated model, and quantize it by rules that need no data."""
     path = write_mutated_model(rng, folder)
-    model = api.load(path)
+    model = gq.load(path)
     inspect_model(model)
     rules = rng.choice(("fixed_point", "weight_only"))
-    result = api.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
+    result = gq.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
     view_data.InsertResult.of(result).as_json()
     out = result.save(folder / f"out{path.suffix}")
-    reloaded = api.load(out)
+    reloaded = gq.load(out)
     check_invariants(reloaded, "the fuzz test")
     assert path.suffix != ".onnx" or checker_error(path) or not checker_error(out), checker_error(out)
     added = len(summarize_model(reloaded).quantization_ops) - len(summarize_model(model).quantization_ops)
@@ -275,7 +275,7 @@ def data_case(rng: random.Random, folder: Path) -> str:
     mutate_file_bytes(rng, path)
     return (
         "inserted"
-        if api.insert(SAMPLES / "digits_cnn.onnx", data=str(path), samples=3, allow_empty=True).inserted
+        if gq.insert(SAMPLES / "digits_cnn.onnx", data=str(path), samples=3, allow_empty=True).inserted
         else "nothing"
     )
 
@@ -285,7 +285,7 @@ def runtime_case(rng: random.Random, folder: Path) -> str:
     path = folder / "model.onnx"
     shutil.copy(SAMPLES / rng.choice(ONNX), path)
     mutate_file_message(rng, path, ModelProto)
-    result = api.insert(path, data="random:1", allow_empty=True)
+    result = gq.insert(path, data="random:1", allow_empty=True)
     out = result.save(folder / "out.onnx")
     if not result.inserted:
         return "nothing to insert"
@@ -297,7 +297,7 @@ def runtime_case(rng: random.Random, folder: Path) -> str:
 def runtime_error(path: Path, feed: Any) -> str:
     """Return the error of ONNX Runtime, or "" if the model runs."""
     try:
-        create_runner(api.load(path)).run(feed)
+        create_runner(gq.load(path)).run(feed)
     except GraphQuantError as error:
         return str(error)
     return ""
@@ -309,13 +309,13 @@ def rules_case(rng: random.Random, folder: Path) -> str:
     shutil.copy(SAMPLES.parent / "rules" / rng.choice(("fixed_point.toml", "onnxruntime.toml", "tflite.toml")), path)
     mutate_file_bytes(rng, path)
     model = SAMPLES / rng.choice(("digits_cnn.onnx", "digits_cnn.pb"))
-    return f"{min(len(api.plan(model, rules=[str(path)]).sites), 1)} or more sites"
+    return f"{min(len(gq.plan(model, rules=[str(path)]).sites), 1)} or more sites"
 
 
 def plan_case(rng: random.Random, folder: Path) -> str:
     """Apply a mutated plan to its model."""
-    model = api.load(SAMPLES / rng.choice(("digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_rnn.pb")))
-    data = plan_to_json(api.plan(model, rules=["fixed_point"]))
+    model = gq.load(SAMPLES / rng.choice(("digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_rnn.pb")))
+    data = plan_to_json(gq.plan(model, rules=["fixed_point"]))
     path = folder / "plan.json"
     if rng.random() < 0.3:  # the rest are JSON still
         path.write_bytes(rng.choice(BYTES)(rng, json.dumps(data).encode()))
@@ -323,7 +323,7 @@ def plan_case(rng: random.Random, folder: Path) -> str:
         for _ in range(rng.choice((1, 1, 2, 5))):
             mutate_json(rng, data)
         path.write_text(json.dumps(data))
-    result = api.insert(model, plan=path)
+    result = gq.insert(model, plan=path)
     result.save(folder / f"out{Path(str(model.path)).suffix}")
     return "inserted" if result.inserted else "nothing to insert"
 

@@ -16,12 +16,17 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"numpy", "networkx", "onnx", "onnxruntime", "rich", "pydantic", "google", "tensorflow", "ml_dtypes"}
 
 
-def imported_packages(*arguments: object) -> set[str]:
-    """Return the top-level packages that `python ARGUMENTS` imports, from -X importtime."""
+def imported_modules(*arguments: object) -> set[str]:
+    """Return the modules that `python ARGUMENTS` imports, from -X importtime."""
     command = [sys.executable, "-X", "importtime", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    return {line.split("|")[2].strip().split(".")[0] for line in result.stderr.splitlines() if line.count("|") == 2}
+    return {line.split("|")[2].strip() for line in result.stderr.splitlines() if line.count("|") == 2}
+
+
+def imported_packages(*arguments: object) -> set[str]:
+    """Return the top-level packages that `python ARGUMENTS` imports."""
+    return {name.partition(".")[0] for name in imported_modules(*arguments)}
 
 
 RUN_COMMANDS = """
@@ -71,7 +76,18 @@ def test_no_tensorflow_for_onnx(samples: Path, tmp_path: Path) -> None:
     """Quantizing an ONNX model on data imports no TensorFlow."""
     data = ["--data", samples / "digits_cnn_calib.npz", "-o", tmp_path / "out.onnx"]
     packages = imported_packages("-m", "graphquant", "insert", samples / "digits_cnn.onnx", *data)
-    assert "tensorflow" not in packages
+    assert packages.isdisjoint({"tensorflow", "networkx"})
+
+
+@pytest.mark.parametrize(
+    ("name", "loaded"), [("digits_cnn_saved_model", set()), ("digits_resnet.onnx", {"graphquant.backends"})]
+)
+def test_plan_loads_no_other_commands(name: str, loaded: set[str], samples: Path) -> None:
+    """A plan loads no networkx, and nothing that only calibration, search and validation need."""
+    modules = imported_modules("-m", "graphquant", "plan", samples / name)
+    unneeded = {"optimize.algorithm", "analysis", "backends", "batch", "calibration.data", "api.insert", "api.compare"}
+    unneeded = {"networkx", "onnxruntime", "concurrent.futures", *(f"graphquant.{name}" for name in unneeded)}
+    assert modules & unneeded == loaded
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["insert", "--help"], ["--version"], ["rules", "--help"]])

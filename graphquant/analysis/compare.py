@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -226,8 +226,7 @@ MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonSamples:
+class ComparisonSamples(NamedTuple):
     """Samples on which two models are compared."""
 
     dataset: Dataset

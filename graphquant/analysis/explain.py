@@ -56,7 +56,7 @@ class Explanation:
     @property
     def other_rules(self) -> tuple[RuleMiss, ...]:
         """The other rules in order, each with the reason why it did not claim the use."""
-        return tuple(replace(miss, reason=self.miss_reason(miss)) for miss in self.misses)
+        return tuple(miss._replace(reason=self.miss_reason(miss)) for miss in self.misses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -150,7 +150,7 @@ def _rule_misses(matcher: RuleMatcher, tensor: TensorRef, use: Use, winner: str)
         if miss is winning_result:
             precedes_winner = False
         else:
-            misses.append(replace(miss, reason=miss.reason or (TIED_INPUT_NOT_QUANTIZED if precedes_winner else "")))
+            misses.append(miss._replace(reason=miss.reason or (TIED_INPUT_NOT_QUANTIZED if precedes_winner else "")))
     return tuple(misses)
 
 

@@ -217,8 +217,6 @@ def _nonempty_sketch(sketches: Mapping[TensorRef, Sketch], tensor: TensorRef) ->
 
 # The next part estimates the SQNR of each quantized activation from its sketch alone.
 
-LOW_SQNR = 30.0  # SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:

@@ -375,7 +375,7 @@ def _comparison_samples(
     footprint = measure_footprint(runner, batches) if join else estimate_footprint(source, batch_independent=False)
     return ComparisonSamples(
         dataset=batches,
-        footprint=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
+        footprint=footprint._replace(block_size=min(footprint.block_size, SITE_SAMPLES)),
         labels=labels,
         max_site_samples=SITE_SAMPLES,
         metric=holdout.metric,

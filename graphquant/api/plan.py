@@ -11,12 +11,9 @@ from pydantic import ValidationError
 
 from graphquant import formats
 from graphquant.api.models import as_model
-from graphquant.backends.integer_placement import place_by_cost
-from graphquant.backends.onnxruntime_costs import assume_input_shapes, read_cost_table
 from graphquant.calibration.targets import with_observer
 from graphquant.errors import ModelError, UsageError
 from graphquant.numerics import IntType
-from graphquant.optimize.algorithms import choose_algorithms
 from graphquant.qdq import FAMILIES, FamilyRequest
 from graphquant.quantize import (
     Plan,
@@ -32,12 +29,13 @@ from graphquant.quantize import (
     read_plan,
     required_opset,
 )
-from graphquant.rules import RuleSet, Selector, load_ruleset
+from graphquant.rules import RuleSet, Selector, choose_algorithms, load_ruleset
 from graphquant.utils.option_types import parse_names
 from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
+    from graphquant.qdq import FusedForm
     from graphquant.utils.option_types import RangeSource
 
 OPSET_STEP = "opset"
@@ -125,6 +123,9 @@ def plan_with_rules(
     ]
     plan = replace(plan, skips=(*skipped_steps, *plan.skips))
     if ruleset.costs and plan.sites and model.format == "onnx" and {*plan.targets} <= {"onnxruntime"}:
+        from graphquant.backends.integer_placement import place_by_cost
+        from graphquant.backends.onnxruntime_costs import read_cost_table
+
         plan = place_by_cost(_with_assumed_sizes(prepared, sample_shapes), plan, read_cost_table(ruleset.costs))
     return (prepared, plan) if plan.sites else (model, replace(plan, steps=(), prepared=model.digest))
 
@@ -134,6 +135,7 @@ def _with_assumed_sizes(model: Model, sample_shapes: Callable[[], Mapping[str, S
     shapes = (output.shape for _, op in model.reachable_ops() for output in op.outputs)
     if not any(shape is None or None in shape[1:] for shape in shapes):
         return model
+    from graphquant.backends.onnxruntime_costs import assume_input_shapes
     from graphquant.formats.onnx import bind_input_shapes
 
     usual_shapes = assume_input_shapes(formats.format_module("onnx").input_specs(model))
@@ -227,7 +229,12 @@ def select_sites(
         raise UsageError(f"--range-source {range_source} is not possible: {reason}.")
     selection = SiteSelection(family=chosen_family.name, range_source=range_source, include=include, exclude=exclude)
     if (family is None or chosen_family.variant_of) and model.format == "onnx":
-        from graphquant.formats.onnx import supports_fused_form
-
-        selection = replace(selection, supports_fused_form=supports_fused_form)
+        selection = replace(selection, supports_fused_form=_runtime_supports_form)
     return selection
+
+
+def _runtime_supports_form(form: FusedForm) -> bool:
+    """Ask the installed ONNX Runtime, which is imported only for rules of fused ops."""
+    from graphquant.formats.onnx import supports_fused_form
+
+    return supports_fused_form(form)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
@@ -49,8 +49,7 @@ UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.
 """Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InsertInputs:
+class InsertInputs(NamedTuple):
     """The model, the plan of the rules and the data of one `insert`. No phase changes them."""
 
     source: Model
@@ -64,8 +63,7 @@ class InsertInputs:
     progress: Progress | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenPlan:
+class ChosenPlan(NamedTuple):
     """The plan of the search with its quantized model, before the validation."""
 
     workspace: Workspace

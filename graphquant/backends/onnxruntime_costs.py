@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,8 +39,7 @@ Work = Mapping[str, float]
 """Amounts of work by their names in a table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelWork:
+class KernelWork(NamedTuple):
     """The work of one op: the kernel that does it, and its amounts for a float and for an int8 kernel."""
 
     kernel: str  # name of the kernel in a table, without "float" or "int8"
@@ -109,15 +108,15 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
         return None
     work = describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
     if work is not None and work.kernel == "silu":
-        return replace(work, split_kernels=SILU_PARTS)
+        return work._replace(split_kernels=SILU_PARTS)
     if work is None or len(output) != IMAGE_RANK:
         return work
     if work.kernel in LAYOUT_KERNELS:
         source = graph.source_of(Use(graph.name, gate or op.name, 0))
         is_blocked = source is not None and _is_local(graph, BLOCKED_KINDS, source[:2])
-        return replace(work, kernel=f"{work.kernel}.blocked", split_kernels=(work.kernel,)) if is_blocked else work
+        return work._replace(kernel=f"{work.kernel}.blocked", split_kernels=(work.kernel,)) if is_blocked else work
     reordered = _count_reordered_values(graph, op) if op.kind in CONVOLUTION_KINDS else 0.0
-    return replace(work, float_work={**work.float_work, "reordered": reordered}) if reordered else work
+    return work._replace(float_work={**work.float_work, "reordered": reordered}) if reordered else work
 
 
 GATED_KINDS = {"sigmoid": "silu", "hard_sigmoid": "hard_swish"}  # kinds of x * gate(x), by that of the gate

@@ -162,8 +162,9 @@ def _write_shard_stats(
     entry: Entry, *, shard: tuple[int, int], max_memory: int | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Write the statistics of a shard of the samples to the entry's output."""
-    from graphquant import api
+    from graphquant.api.calibrate import calibrate
     from graphquant.api.models import load_source
+    from graphquant.api.plan import plan
     from graphquant.calibration.holdout import complete_model_data, open_model_data, split_holdout
     from graphquant.calibration.targets import with_observer
     from graphquant.utils.options import CalibrateOptions
@@ -172,7 +173,7 @@ def _write_shard_stats(
     try:
         options = CalibrateOptions(allow_links=entry.allow_links, signature=entry.signature, tags=entry.tags)
         model = load_source(Path(entry.model), options, data)
-        quantization_plan = api.plan(
+        quantization_plan = plan(
             model,
             rules=entry.rules,
             include=entry.include,
@@ -183,7 +184,7 @@ def _write_shard_stats(
         batches = open_model_data(model, complete_model_data(model, data), entry.samples)
         # `insert` holds out the remaining samples, so the shards must not use them either.
         calibration_batches, _ = split_holdout(data, entry.samples, batches)
-        stats = api.calibrate(
+        stats = calibrate(
             model,
             with_observer(quantization_plan, entry.method),
             calibration_batches,
@@ -199,10 +200,10 @@ def _write_shard_stats(
 
 
 def _merge_shard_stats(shards: Sequence[Stats | None]) -> Stats | None:
-    from graphquant import api
+    from graphquant.api.calibrate import merge_stats
 
     complete = [stats for stats in shards if stats is not None]
-    return api.merge_stats(complete) if len(complete) == len(shards) else None
+    return merge_stats(complete) if len(complete) == len(shards) else None
 
 
 def _entry_on_worker(

@@ -293,22 +293,23 @@ def _output_exists(output: str) -> bool:
 
 def _recorded_source(output: str) -> str | None:
     """Return the source digest recorded in an output, None without one."""
-    from graphquant import api, formats
+    from graphquant import formats
+    from graphquant.api.models import load
 
     with suppress(GraphQuantError, OSError):
         if not is_remote(output):
-            model = api.load(output)
+            model = load(output)
             return formats.format_module(model.format).read_metadata(model).get("source")
     return None
 
 
 def _model_digest_or_none(entry: Entry) -> str | None:
     """Return the digest by which outputs identify this model, None if it cannot be read."""
-    from graphquant import api
+    from graphquant.api.models import load
 
     with suppress(GraphQuantError, OSError):
         if not is_remote(entry.model):
-            return api.load(entry.model, allow_links=entry.allow_links).digest
+            return load(entry.model, allow_links=entry.allow_links).digest
     return None
 
 

@@ -31,7 +31,7 @@ from graphquant.utils.options import command_line_words
 from graphquant.utils.text import format_distinct, quantized_share_failure
 
 if TYPE_CHECKING:
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.ir import Model
     from graphquant.utils import Progress
 
@@ -165,8 +165,8 @@ def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
 
 
 def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
-    from graphquant import api
-    from graphquant.api import models
+    from graphquant.api.insert import insert
+    from graphquant.api.models import check_model_output, load
     from graphquant.formats import detect_format
     from graphquant.formats.model_files import model_files
     from graphquant.utils.atomic_files import flush_to_disk, lock_output
@@ -174,9 +174,9 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     model, output = Path(entry.model), Path(entry.output)
     format_name = detect_format(model)
     output.parent.mkdir(parents=True, exist_ok=True)
-    models.check_model_output(output, model, format_name, force=True)
+    check_model_output(output, model, format_name, force=True)
     with lock_output(output):
-        result = api.insert(
+        result = insert(
             model,
             **{name: getattr(entry, name) for name in ENTRY_OPTIONS},
             **{name: getattr(entry.gates, name) for name in METRIC_GATES},
@@ -188,7 +188,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     files = model_files(output)
     flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
-    written = api.load(output)
+    written = load(output)
     findings, int8_ops = _lint_output(result, written, entry.gates.check)
     outcome = Outcome(
         name=entry.name,

@@ -212,7 +212,7 @@ def calibrate_folds(
     footprint = measure_footprint(runner, dataset, tuple(targets), max_memory=run.max_memory)
     fold_size = -(-dataset.count // fold_count)
     # Folds consist of whole blocks of nearly equal size.
-    footprint = replace(footprint, block_size=-(-fold_size // -(-fold_size // footprint.block_size)))
+    footprint = footprint._replace(block_size=-(-fold_size // -(-fold_size // footprint.block_size)))
     block_count = -(-dataset.count // footprint.block_size)
     fold_count = min(fold_count, block_count)
     folds = []

@@ -6,9 +6,8 @@ import math
 import os
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.ir import LOOP_KINDS, Model, Op, TensorRef
 
@@ -35,8 +34,7 @@ HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 """Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFootprint:
+class RunFootprint(NamedTuple):
     """Samples in a block, which may run as one batch, and elements of all float activations per sample, if known."""
 
     block_size: int

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, LOOP_KINDS, Graph, Model, Op, Parameters, TensorRef, paused_gc
+from graphquant.ir.types import dependency_components
 from graphquant.observers import OBSERVERS, histogram_bits
 from graphquant.quantize import look_through_dropped_ops
 from graphquant.rules import ObserverConfig
@@ -105,14 +105,13 @@ class _FingerprintHasher:
         self._live = set(model.reachable_graphs())
         self._callers = model.callers(self._live)
         self._digests: dict[_FingerprintNode, bytes] = {}
-        graph: nx.DiGraph[_FingerprintNode] = nx.DiGraph()
+        dependencies: dict[_FingerprintNode, list[_FingerprintNode]] = {}
         for name in model.reachable_graphs():
             nodes: list[_FingerprintNode] = [("op", name, op.name) for op in model.graphs[name].ops()]
             for node in [*nodes, ("entry", name, "")] if name else nodes:
-                graph.add_node(node)
-                graph.add_edges_from((node, dependency) for dependency in self._dependencies(node))
-        for component in nx.strongly_connected_components(graph):  # Tarjan's algorithm yields dependencies first
-            self._hash_component(sorted(component), graph)
+                dependencies[node] = self._dependencies(node)
+        for component in dependency_components(dependencies):
+            self._hash_component(sorted(component), dependencies)
 
     def hash_tensor(self, tensor: TensorRef | None) -> bytes:
         """Return the hash of a tensor, whose fingerprint is its hexadecimal form; none for a missing input."""
@@ -124,12 +123,14 @@ class _FingerprintHasher:
                 return bytes.fromhex(self._overrides[candidate])
         return _hash_chunks(self._digests["op", upstream.graph, upstream.op], str(upstream.port).encode())
 
-    def _hash_component(self, nodes: Sequence[_FingerprintNode], graph: nx.DiGraph[_FingerprintNode]) -> None:
+    def _hash_component(
+        self, nodes: Sequence[_FingerprintNode], dependencies: Mapping[_FingerprintNode, list[_FingerprintNode]]
+    ) -> None:
         """Hash a strongly connected component: one node, or the nodes of a cycle through a loop.
 
         The components that it depends on must be hashed already.
         """
-        if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
+        if len(nodes) == 1 and nodes[0] not in dependencies[nodes[0]]:
             self._digests[nodes[0]] = self._hash_node(nodes[0])
             return
         # Within a cycle, nodes are identified by their names.
@@ -245,8 +246,7 @@ CALIBRATION_METHODS = tuple(
 """Observers that any activation may have: they read values and need no argument."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservationTarget:
+class ObservationTarget(NamedTuple):
     """Details that calibration collects for a tensor."""
 
     fingerprint: str  # Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.

@@ -61,7 +61,7 @@ def calibrate_command(
 
     An interrupted calibration keeps its statistics, and the same command continues it.
     """
-    from graphquant import api
+    from graphquant.api.calibrate import calibrate, merge_stats
     from graphquant.api.models import check_output
 
     if merging:
@@ -70,7 +70,7 @@ def calibrate_command(
         check_output(output, force=force)
         _check_stats_name(output)
         lock_output_of_command(output)
-        _save_and_print_stats(api.merge_stats(paths), output)
+        _save_and_print_stats(merge_stats(paths), output)
         return
     if len(paths) > 1:
         raise UsageError(f"calibrate takes one model, so {paths[1]} is unexpected. --merge takes statistics files.")
@@ -79,7 +79,7 @@ def calibrate_command(
     _check_stats_name(output)
     stop_request = StopRequest()
     with signal_handler(signal.SIGINT, stop_request.handle), progress_bar() as progress, _name_stats_in_errors(output):
-        stats = api.calibrate(
+        stats = calibrate(
             paths[0],
             None,
             data,

@@ -73,8 +73,7 @@ def compare_command(
     The errors are those of each output and of each quantized tensor; docs/compare.md defines the metrics. --html draws
     both models side by side, with the errors as a heat map. Exit code 1 if a bound is missed.
     """
-    from graphquant import api
-    from graphquant.api.compare import load_compared
+    from graphquant.api.compare import compare, load_compared
     from graphquant.api.models import check_output
     from graphquant.visualize.compare_report import comparison_view
 
@@ -96,7 +95,7 @@ def compare_command(
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)
     with progress_bar() as progress:
-        comparison = api.compare(*models, data, settings, progress=progress)
+        comparison = compare(*models, data, settings, progress=progress)
     if form == "json":
         write_result("compare", comparison, output)
     else:
@@ -179,14 +178,14 @@ def check_command(
     """
     if stats is not None and len(models) > 1:
         raise UsageError("--stats belongs to one model. Pass one model.")
-    from graphquant import api
-    from graphquant.api.models import check_output
+    from graphquant.api.inspect import check
+    from graphquant.api.models import check_output, load
     from graphquant.visualize import check_report as view
 
     if output is not None:
         check_output(output, models[0], force=force)
-    loaded = (api.load(model, **reading) for model in models)
-    reports = [api.check(model, backend=backend, stats=stats) for model in loaded]
+    loaded = (load(model, **reading) for model in models)
+    reports = [check(model, backend=backend, stats=stats) for model in loaded]
     if form == "text":
         from rich.console import Group
 
@@ -232,16 +231,16 @@ def diff_command(
     The models are not run. Ops are matched by name, or by position where names differ. Quantization ops are skipped
     during matching and reported separately. docs/diff.md explains the lines. Exit code 1 if anything differs.
     """
-    from graphquant import api
-    from graphquant.api.models import check_output
+    from graphquant.api.compare import diff, plan_or_none
+    from graphquant.api.models import check_output, load
     from graphquant.visualize.compare_report import diff_view
 
-    operands = [api.plan_or_none(path) or api.load(path, **reading) for path in (first, second)]
+    operands = [plan_or_none(path) or load(path, **reading) for path in (first, second)]
     for path in filter(None, (first, second, model)):
         for output_path in filter(None, (output, html)):
             check_output(output_path, path, force=force)
-    differences = api.diff(*operands, quantization=ignore is None)
-    drawn_model = None if html is None or model is None else api.load(model, **reading)
+    differences = diff(*operands, quantization=ignore is None)
+    drawn_model = None if html is None or model is None else load(model, **reading)
     page = _diff_page(operands, differences, drawn_model) if html is not None else ""
     if form == "json":
         write_result("diff", differences, output)

@@ -25,7 +25,7 @@ from graphquant.utils.text import quantized_share_failure
 
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport
-    from graphquant.api import Result
+    from graphquant.api.result import Result
 
 MIN_RESUMABLE_BYTES = 1 << 28  # size of models that take long enough to keep finished parts of the result
 
@@ -79,8 +79,8 @@ def insert_command(
     _check_combinations(settings)
     if verbose and quiet:
         raise UsageError("--verbose prints more and --quiet nothing. Use one of them.")
-    from graphquant import api
-    from graphquant.api.models import default_output, load_source, omission_notes
+    from graphquant.api.insert import insert
+    from graphquant.api.models import default_output, load_source, omission_notes, save
 
     target = output or default_output(model)
     try:
@@ -102,9 +102,9 @@ def insert_command(
             source = freeze(source)
             require_convertible(source)
         with progress_bar() as progress:
-            result = api.insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
+            result = insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
             if written is not None and not to_tflite:
-                api.save(result.model, written, force=force, progress=progress)
+                save(result.model, written, force=force, progress=progress)
         conversion = _write_result(
             result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
         )
@@ -156,15 +156,16 @@ def _check_combinations(settings: InsertOptions) -> None:
 
 def _check_inputs(model: Path, settings: InsertOptions) -> None:
     """Read the model, the rules or the plan, and the first sample, which raises errors if one of them is wrong."""
-    from graphquant import api
+    from graphquant.api.inspect import check_data
     from graphquant.api.models import as_model
+    from graphquant.api.plan import plan
 
     source = as_model(model, settings)
     if settings.plan is None:
         names = [field.name for field in option_fields(PlanOptions)]
-        api.plan(source, PlanOptions(**{name: getattr(settings, name) for name in names}))
+        plan(source, PlanOptions(**{name: getattr(settings, name) for name in names}))
     if settings.data is not None:
-        api.check_data(source, settings.data, samples=1)
+        check_data(source, settings.data, samples=1)
 
 
 def _check_outputs(
@@ -274,22 +275,22 @@ def strip_command(
     The result is the source model bit for bit if insert kept its weights float. Otherwise it is the prepared model, and
     its weights keep their rounding error. With --check, the exit code is 1 if the result differs from ORIGINAL.
     """
-    from graphquant import api
-    from graphquant.api.models import check_model_output
+    from graphquant.api.models import check_model_output, load, save
+    from graphquant.api.strip import prove_stripped, strip
     from graphquant.formats import detect_format
     from graphquant.visualize.compare_report import strip_proof_view, strip_view
 
     if output is None and original is None:
         raise UsageError("There is no output for the float model. Use -o OUT, or only --check ORIGINAL.")
-    source = api.load(model, **reading)
+    source = load(model, **reading)
     if output is not None:
         check_model_output(output, model, detect_format(model), force=force)
         lock_output_of_command(output)
-    stripped = api.strip(source, everything=everything)
-    original_model = None if original is None else api.load(original, **reading)
-    proof = None if original_model is None else api.prove_stripped(stripped, original_model)
+    stripped = strip(source, everything=everything)
+    original_model = None if original is None else load(original, **reading)
+    proof = None if original_model is None else prove_stripped(stripped, original_model)
     holds = proof is None or proof.holds
-    written = api.save(stripped.model, output, force=force) if output is not None and holds else None
+    written = save(stripped.model, output, force=force) if output is not None and holds else None
     if written is not None:
         remember_output(written)
     print_view(strip_view(stripped, written))
@@ -311,14 +312,13 @@ def freeze_command(model: Path, output: Path, force: bool, **reading: Any) -> No
     The result is one GraphDef without functions, with the inputs and outputs of the signature. BatchNorms can be folded
     in it, but it cannot be trained.
     """
-    from graphquant import api
     from graphquant.api.convert import freeze
-    from graphquant.api.models import check_model_output
+    from graphquant.api.models import check_model_output, load, save
     from graphquant.formats import detect_format
 
-    source = api.load(model, **reading)
+    source = load(model, **reading)
     check_model_output(output, model, detect_format(model), force=force, frozen=True)
     lock_output_of_command(output)
-    written = api.save(freeze(source), output, force=force)
+    written = save(freeze(source), output, force=force)
     remember_output(written)
     click.echo(f"Written to {written}")

@@ -50,25 +50,25 @@ def plan_command(model: Path, form: str, html: Path | None, output: Path | None,
 
     insert --plan applies the plan that --format json writes.
     """
-    from graphquant import api
     from graphquant.api.models import as_model, omission_notes
+    from graphquant.api.plan import plan, prepare_for_plan
 
     settings = collect_options(PlanOptions, values)
     source = as_model(model, settings, defers=html is None)
-    plan = api.plan(source, settings)
+    model_plan = plan(source, settings)
     _check_paths(model, html, output, force=force)
     if html is not None:
         from graphquant.visualize.drawing import plan_drawing
 
-        write_drawing_page(html, plan_drawing(api.prepare_for_plan(source, plan), plan))
+        write_drawing_page(html, plan_drawing(prepare_for_plan(source, model_plan), model_plan))
     if form == "json":
         from graphquant.quantize import plan_to_json
 
-        write_or_print(plan_to_json(plan), output)
+        write_or_print(plan_to_json(model_plan), output)
     else:
         from graphquant.visualize import text
 
-        print_view(text.plan_view(plan), output)
+        print_view(text.plan_view(model_plan), output)
         print_notes(omission_notes(source))
 
 
@@ -90,10 +90,10 @@ def explain_command(model: Path, name: str, everything: bool, form: str, **value
         raise UsageError("--stats replaces --data. Use one of them.")
     if settings.plan is not None and settings.rules:
         raise UsageError("--plan explains a plan as it is, but --rules creates one. Use one of them.")
-    from graphquant import api
+    from graphquant.api.inspect import explain
     from graphquant.visualize.check_report import explain_view
 
-    explanation = api.explain(model, name, settings)
+    explanation = explain(model, name, settings)
     if form == "json":
         write_result("explain", explanation)
     else:
@@ -146,8 +146,8 @@ def inspect_command(
     With --stats, or with a statistics file (.gqs) as MODEL, inspect shows the histogram of each calibrated tensor, the
     range that insert would choose, the clipped share and the error, largest error first.
     """
-    from graphquant import api
     from graphquant.analysis.model_summary import summarize_model
+    from graphquant.api.models import load
 
     if around is not None and form == "json":
         raise UsageError("--format json lists the whole model. For a neighborhood, use --format graph-json.")
@@ -157,7 +157,7 @@ def inspect_command(
         return
     if rules and stats is None:
         raise UsageError("--rules computes ranges from statistics. Add --stats FILE, which calibrate writes.")
-    source = api.load(model, **reading)
+    source = load(model, **reading)
     _check_paths(model, html, output, force=force, stats=stats)
     draws_graph = form in GRAPH_FORMATS or around is not None
     if html is not None or draws_graph:
@@ -197,18 +197,21 @@ def _draw_model(
     output: Path | None,
 ) -> None:
     """Draw a model, or the neighborhood of an op, as a page and in a graph format or as text."""
-    from graphquant import api
     from graphquant.visualize.drawing import model_drawing, neighborhood, plan_drawing
 
     report = None
     if stats is not None:
-        report = api.inspect_stats(stats, source, rules=rules, compare_methods=html is not None)
+        from graphquant.api.inspect import inspect_stats
+
+        report = inspect_stats(stats, source, rules=rules, compare_methods=html is not None)
     if report is None or report.matched_by_name:
         drawn_model, drawing = source, model_drawing(source, report)
     else:
-        plan = api.plan(source, rules=rules)
-        drawn_model = api.prepare_for_plan(source, plan)
-        drawing = plan_drawing(drawn_model, plan, report)
+        from graphquant.api.plan import plan, prepare_for_plan
+
+        model_plan = plan(source, rules=rules)
+        drawn_model = prepare_for_plan(source, model_plan)
+        drawing = plan_drawing(drawn_model, model_plan, report)
     highlighted: list[int] = []
     center, hops = near_op
     if center is not None:
@@ -235,7 +238,7 @@ def _print_stats(
     stats: Path, model: Path | Model | None, rules: tuple[str, ...], form: str, html: Path | None, output: Path | None
 ) -> None:
     """Show a statistics file, with the ranges for a model if there is one."""
-    from graphquant import api
+    from graphquant.api.inspect import inspect_stats
     from graphquant.visualize.statistics_report import range_report_view, stats_page
 
     if form in GRAPH_FORMATS:
@@ -243,7 +246,7 @@ def _print_stats(
     if model is None and rules:
         raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {stats}")
     compare_methods = html is not None or form == "json"
-    report = api.inspect_stats(stats, model, rules=rules, compare_methods=compare_methods)
+    report = inspect_stats(stats, model, rules=rules, compare_methods=compare_methods)
     if html is not None:
         write_page(html, stats_page(report))
     if form == "json":
@@ -268,10 +271,11 @@ def data_check_command(model: Path, spec: str, samples: int | None, form: str, *
 
     Exit code 1 if there are probable mistakes.
     """
-    from graphquant import api
+    from graphquant.api.inspect import check_data
+    from graphquant.api.models import load
     from graphquant.visualize import check_report as view
 
-    report = api.check_data(api.load(model, **reading), spec, samples=samples)
+    report = check_data(load(model, **reading), spec, samples=samples)
     if form == "json":
         write_result("data check", report)
     else:

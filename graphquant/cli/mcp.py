@@ -6,7 +6,6 @@ prints, does not end the connection.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -46,6 +45,8 @@ def run_tool(*arguments: str | tuple[str, Any], data: str | None = None, allow_c
     if any("\0" in part for part in command):
         messages = "error: An argument has a null character. Remove it."
         return {"exit_code": UsageError.exit_code, "output": "", "messages": messages}
+    import subprocess  # imported when needed, because the help of all commands imports this module
+
     process = subprocess.run(  # noqa: S603  # this program, without a shell
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, errors="replace"
     )

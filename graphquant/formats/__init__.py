@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy.typing as npt
 
@@ -22,6 +21,8 @@ from graphquant.errors import ModelError, did_you_mean
 from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from graphquant.ir import Model, Shape, TensorRef
     from graphquant.utils import Progress
 
@@ -43,8 +44,7 @@ class InputSpec:
     signatures: tuple[str, ...] = ()  # the signatures of a TensorFlow model that take the input
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpProfile:
+class OpProfile(NamedTuple):
     """Seconds that each op of a model takes in one run.
 
     A framework may fuse several ops. The time of the fused op is listed under one of them.
@@ -312,6 +312,7 @@ def prefetch(
         for feed in feeds:
             yield _report_result(run(feed), on_result)
         return
+    from concurrent.futures import ThreadPoolExecutor
 
     def run_and_report(feed: FeedT, previous: Future[ResultT] | None) -> ResultT:
         result = run(feed)

@@ -328,15 +328,14 @@ def _call_paths(model: Model, starts: Iterable[str]) -> dict[str, str | None]:
     changes: dict[str, int] = {}
     queue = list(paths)
     for name in queue:
-        for op in model.graphs[name].ops():
-            for call in op.calls:
-                path = paths[name]
-                inner = None if path is None else _join_call_path(path, _call_scope(op, call))
-                outer = inner if call.graph not in paths else _longer_path(paths[call.graph], inner)
-                if call.graph not in paths or outer != paths[call.graph]:
-                    changes[call.graph] = changes.get(call.graph, 0) + 1
-                    paths[call.graph] = outer if changes[call.graph] <= MAX_PATH_CHANGES else None
-                    queue.append(call.graph)
+        for op, call in model.graphs[name].calls():
+            path = paths[name]
+            inner = None if path is None else _join_call_path(path, _call_scope(op, call))
+            outer = inner if call.graph not in paths else _longer_path(paths[call.graph], inner)
+            if call.graph not in paths or outer != paths[call.graph]:
+                changes[call.graph] = changes.get(call.graph, 0) + 1
+                paths[call.graph] = outer if changes[call.graph] <= MAX_PATH_CHANGES else None
+                queue.append(call.graph)
     return paths
 
 

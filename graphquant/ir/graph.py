@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -70,17 +71,13 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
-        import networkx as nx  # imported when needed, so that rule files are read without it
-
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        contents = vars(self.nx)  # its dictionaries; the views of them are slow
-        self._nodes: dict[str, dict[str, Any]] = contents["_node"]
-        self._successors: dict[str, Edges] = contents["_succ"]
-        self._predecessors: dict[str, Edges] = contents["_pred"]
+        # The dictionaries of `nx`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._successors: dict[str, Edges] = {}
+        self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
         self.outputs: list[str] = []  # names of the ops of kind "output", in the same order
         self.rerouted_uses: set[Use] = set()  # uses whose source changed since load
@@ -107,6 +104,16 @@ class Graph:
                     del self._build
             return object.__getattribute__(self, attribute)
 
+    @cached_property
+    def nx(self) -> nx.MultiDiGraph[str]:
+        """The graph for the algorithms of networkx, whose import takes as long as the planning of a small model."""
+        import networkx as nx
+
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        nodes, successors, predecessors = self._nodes, self._successors, self._predecessors
+        vars(graph).update(_node=nodes, _adj=successors, _succ=successors, _pred=predecessors)
+        return graph
+
     @property
     def is_built(self) -> bool:
         """False for a deferred graph whose ops were not read yet."""
@@ -127,6 +134,13 @@ class Graph:
         """Yield all ops, in the order they were added."""
         for data in self._nodes.values():
             yield data["op"]
+
+    def calls(self) -> Iterator[tuple[Op, Call]]:
+        """Yield the calls of all ops, each with its op."""
+        for data in self._nodes.values():
+            op: Op = data["op"]
+            for call in op.calls:
+                yield op, call
 
     def topological_order(self, *, with_loops: bool = False) -> list[str]:
         """Return the names of the ops, each after its sources. Ops in a cycle, or after one, are omitted.
@@ -218,7 +232,8 @@ class Graph:
         if op.name in self._nodes:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
-        self.nx.add_node(op.name, op=op, slots=[])
+        self._nodes[op.name] = {"op": op, "slots": []}
+        self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
         if inputs or control_sources:
@@ -307,7 +322,11 @@ class Graph:
             self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
                 self._remove_data_edge(use, tensor)
-        self.nx.remove_node(name)
+        for target in self._successors.pop(name):
+            del self._predecessors[target][name]
+        for source in self._predecessors.pop(name):
+            del self._successors[source][name]
+        del self._nodes[name]
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -439,15 +458,14 @@ class Model(HtmlRepresentation):
         """Return the ops of the graphs `names`, or of all, that run each graph: (`Use` with slot 0, `Call`)."""
         callers_of: dict[str, list[tuple[Use, Call]]] = {}
         for graph in self.graphs.values():
-            for op in graph.ops() if names is None or graph.name in names else ():
-                for call in op.calls:
-                    callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
+            for op, call in graph.calls() if names is None or graph.name in names else ():
+                callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
         return callers_of
 
     def passed_operand(self, caller: Use, call: Call, position: int) -> TensorRef | None:
         """Return the tensor that an op passes to a graph as input `position`; None if there is none."""
         graph = self.graphs[caller.graph]
-        return None if call.offset is None else graph.source_of(caller._replace(slot=position + call.offset))
+        return None if call.offset is None else graph.source_of(Use(caller.graph, caller.op, position + call.offset))
 
     def reachable_graphs(self) -> list[str]:
         """Return the graphs that a run can reach, the main one first."""
@@ -480,8 +498,8 @@ class Model(HtmlRepresentation):
         """Return the graphs `starts` and all graphs that they call, but not by ops of `ignored_kind`."""
 
         def callees(name: str) -> list[str]:
-            calls = [call for op in self.graphs[name].ops() if op.kind != ignored_kind for call in op.calls]
-            return [call.graph for call in calls if call.graph in self.graphs]
+            calls = self.graphs[name].calls()
+            return [call.graph for op, call in calls if op.kind != ignored_kind and call.graph in self.graphs]
 
         return reachable(starts, callees)
 
@@ -577,7 +595,7 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph.nx.nodes(data=True):
+    for name, data in graph._nodes.items():  # noqa: SLF001  # an op may be missing
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
@@ -587,14 +605,13 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
-        if isinstance(key, int):
-            unmatched_edges -= 1
-        elif key != CONTROL_EDGE:
-            use: Use = key[1]
+    targets = ((source, *target) for source in graph._successors for target in graph.successors(source).items())  # noqa: SLF001
+    for source, target, edges in targets:
+        unmatched_edges -= sum(isinstance(key, int) for key in edges)
+        for use in (key[1] for key in edges if isinstance(key, tuple)):
             reader_graph = graph.graphs.get(use.graph)
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
-            if source_tensor != TensorRef(graph.name, source, edge["port"]):
+            if source_tensor != TensorRef(graph.name, source, edges["capture", use]["port"]):
                 raise _invariant_error(
                     stage, graph, f"The capture edge {source} -> {target} is for {use}, which reads another tensor."
                 )
@@ -603,14 +620,15 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
-    source_graph = graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
+    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
+    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
     outputs = len(source_graph.op(tensor.op).outputs)
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    _, target, key = graph.edge_key(use, tensor)
-    edge = source_graph.nx.get_edge_data(tensor.op, target, key=key)
+    target, key = (use.op, use.slot) if is_own else graph.edge_key(use, tensor)[1:]
+    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 

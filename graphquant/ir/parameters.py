@@ -44,12 +44,18 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        self._runnable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
-        # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
-        self._callers = model.callers(self._runnable)
         self._sources: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
         self._input_positions: dict[str, dict[str, int]] = {}
         self._root_tensors: dict[TensorRef, TensorRef] = {}
+
+    @cached_property
+    def _runnable(self) -> set[str]:
+        return set(self._model.graphs_reachable_from((*self._model.entry_graphs, *self._model.saved_functions)))
+
+    @cached_property
+    def _callers(self) -> dict[str, list[tuple[Use, Call]]]:
+        # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
+        return self._model.callers(self._runnable)
 
     @cached_property
     def _all_callers(self) -> dict[str, list[tuple[Use, Call]]]:
@@ -89,10 +95,15 @@ class Parameters:
         """
         if not self.is_parameter(tensor):
             return tensor
-        if tensor not in self._root_tensors:
-            for current in self._topological_order(reachable([tensor], self._forwarded_sources)):
-                roots = {self._root_tensors[source] for source in self._forwarded_sources(current)}
+        pending = [tensor]
+        while pending:  # without recursion, like `_resolve`; the sources of a parameter are not cyclic
+            sources = self._forwarded_sources(pending[-1])
+            unresolved = [source for source in sources if source not in self._root_tensors]
+            if not unresolved:
+                roots = {self._root_tensors[source] for source in sources}
+                current = pending.pop()
                 self._root_tensors[current] = roots.pop() if len(roots) == 1 else current
+            pending += unresolved
         return self._root_tensors[tensor]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
@@ -212,8 +223,10 @@ class Parameters:
 
     def _main_graph_tensor(self, tensor: TensorRef) -> TensorRef:
         """Return the main graph's variable or constant for the same one in a saved function, else `tensor`."""
+        if tensor.graph not in self._model.saved_functions:
+            return tensor
         candidate = TensorRef(self._model.entry_graphs[0], tensor.op, tensor.port)
-        if tensor.graph not in self._model.saved_functions or tensor.op not in self._model.graphs[candidate.graph]:
+        if tensor.op not in self._model.graphs[candidate.graph]:
             return tensor
         return candidate if self._model.op(candidate).kind == self._model.op(tensor).kind else tensor
 

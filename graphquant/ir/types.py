@@ -6,9 +6,10 @@ Walks over graphs of any values are here too. Each is bounded: a damaged model m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -121,8 +122,7 @@ class Output:
         return ((self.shape[0] if self.shape else None) or 1) * math.prod(size or 0 for size in self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A graph that an op runs: a branch, a loop body or a function."""
 
     attr: str  # the op's attribute that names or holds the graph
@@ -186,8 +186,7 @@ class Op:
         return value.decode() if isinstance(value, bytes) else str(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormatTraits:
+class FormatTraits(NamedTuple):
     """Properties of one model format. Outside `formats`, code asks for these instead of the name of a format."""
 
     runtime: str  # framework that runs the models
@@ -251,13 +250,32 @@ def reachable(starts: Iterable[Node], successors: Callable[[Node], Iterable[Node
 
 def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
     """Group `nodes` that `edges` connect. Groups and their members are in the order of `nodes`."""
-    import networkx as nx  # imported when needed, so that rule files are read without it
+    neighbors: dict[Node, list[Node]] = {node: [] for node in nodes}
+    for first, second in edges:
+        neighbors[first].append(second)
+        neighbors[second].append(first)
+    positions = {node: position for position, node in enumerate(neighbors)}
+    groups: list[list[Node]] = []
+    grouped: set[Node] = set()
+    for node in neighbors:
+        if node not in grouped:
+            group = reachable([node], neighbors.__getitem__)
+            grouped.update(group)
+            groups.append(sorted(group, key=positions.__getitem__))
+    return groups
 
-    graph: nx.Graph[Node] = nx.Graph()
-    graph.add_nodes_from(nodes)
-    graph.add_edges_from(edges)
-    order = {node: position for position, node in enumerate(graph)}
-    return [sorted(group, key=order.__getitem__) for group in nx.connected_components(graph)]
+
+def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> Iterable[Collection[Node]]:
+    """Return the strongly connected components of a graph, each after those that it depends on."""
+    try:
+        return [[node] for node in TopologicalSorter(dependencies).static_order()]
+    except CycleError:
+        import networkx as nx  # imported for loops only, because that takes longer than the rest for a small model
+
+        graph: nx.DiGraph[Node] = nx.DiGraph()
+        graph.add_nodes_from(dependencies)
+        graph.add_edges_from((node, target) for node, targets in dependencies.items() for target in targets)
+        return nx.strongly_connected_components(graph)  # Tarjan's algorithm yields dependencies first
 
 
 def unique_name(name: str, *used: Container[str]) -> str:

@@ -13,7 +13,6 @@ an asymmetric type also has the better of both signs.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
@@ -55,6 +54,8 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     results: list[tuple[Array, Array]] = []
     step, search = max(CHUNK_ELEMENTS // block, 1), partial(_search_chunk, grid=grid)
     with ThreadPoolExecutor(SEARCH_THREADS) as pool:

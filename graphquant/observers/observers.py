@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +46,7 @@ WINDOW_MARGIN = 1 - 2.0**-20
 """Factor that makes a window narrower than its scale allows, so that rounding does not select the next scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObserverArgument:
+class ObserverArgument(NamedTuple):
     """A numeric argument of an observer in rule files. A `default` of None requires a value."""
 
     description: str
@@ -349,8 +349,7 @@ OBSERVERS: dict[str, Observer] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizationCost:
+class QuantizationCost(NamedTuple):
     """The estimated effect of quantization on the finite values of a tensor."""
 
     clipped_below: float  # share of values, 0 to 1, that are more than half a step below the lower end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,8 +38,7 @@ def skipped_algorithm(name: str, reason: str) -> AlgorithmResult:
     return skipped_target(name, "model", f"skipped: {reason}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmData:
+class AlgorithmData(NamedTuple):
     """Samples for the optimization algorithms."""
 
     feeds: Sequence[Feeds]  # samples that the algorithms fit to, one feed each. There are few, to limit the cost.
@@ -170,8 +169,7 @@ def apply_validated(
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class _MeasuredEdits:
+class _MeasuredEdits(NamedTuple):
     """Errors of edits, with their quantized model and its runner, which are often those of the result."""
 
     errors: Array  # squared error of each float output relative to its power: float64 (samples, outputs)

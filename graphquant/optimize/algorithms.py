@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graphquant import formats
 from graphquant.calibration.memory import estimate_footprint
-from graphquant.errors import ModelError, UsageError, did_you_mean
+from graphquant.errors import ModelError
 from graphquant.ir import Model, TensorRef, Use, check_invariants, paused_gc
 from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.optimize.algorithm import (
@@ -40,7 +40,7 @@ from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, apply_adaround, 
 from graphquant.optimize.weighted_ops import find_weighted_ops
 from graphquant.quantize import Plan, Site, Skip, SkipCode, Solution, solve_scales
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
-from graphquant.rules import ALGORITHM_NAMES, NEGATION, ObserverConfig
+from graphquant.rules import ObserverConfig
 from graphquant.utils import Progress, stage_progress
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ WEIGHTS_TOO_LARGE = "a second copy of the weights would need too much memory"
 SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltModel:
+class BuiltModel(NamedTuple):
     """The quantized model of one plan."""
 
     edits: WeightEdits  # the prepared model, its solved plan and the weight edits of optimization algorithms
@@ -358,17 +357,3 @@ def spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
     for span in range(SAMPLE_SPANS):
         start = span * (batches.count - span_count) // (SAMPLE_SPANS - 1)
         yield from batches.feeds_between(start, start + span_count)
-
-
-def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
-
-    `requested` are names to add, or with a leading "not " to remove.
-    """
-    for name in requested:
-        algorithm = name.removeprefix(NEGATION)
-        if algorithm not in ALGORITHM_NAMES:
-            hint = did_you_mean(algorithm, ALGORITHM_NAMES) or f" Use one of {', '.join(ALGORITHM_NAMES)}."
-            raise UsageError(f"The optimization algorithm {algorithm[:60]!r} does not exist.{hint}")
-    enabled = {*rule_algorithms, *(name for name in requested if not name.startswith(NEGATION))}
-    return tuple(name for name in ALGORITHM_NAMES if name in enabled and NEGATION + name not in requested)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.ir import MAC_KINDS, Graph, Model, OpKey, Parameters, TensorRef, reachable
 
@@ -17,8 +16,7 @@ MAX_BLOCK_OPS = 8
 block has six. A U-Net has no narrow cut between its first and its last level, so it is split at wider ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     """A run of ops, with the sites of a plan whose tensors it computes or, for parameters, reads."""
 
     sites: tuple[int, ...]  # indices of the sites in the plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.model_summary import COPYING_KINDS
@@ -76,8 +76,7 @@ FLOAT_EMULATION_FAMILY = "quantize-and-dequantize"
 """Prefix of families that emulate unknown hardware. Ops with 16-bit activations of other families run in float."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchFold:
+class SearchFold(NamedTuple):
     """A part of the samples on which a search measures plans, and the ranges and algorithms of all other samples."""
 
     held_out: HoldOut  # the samples of the part

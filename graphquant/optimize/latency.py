@@ -41,8 +41,7 @@ MIN_TIME_SHARE = 0.002  # smallest share of a run's time that is worth a trial
 UNTIMED_KINDS = frozenset({"input", "constant", "variable", "read_variable"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyProfile:
+class LatencyProfile(NamedTuple):
     """Seconds of one run by op, including the ops fused into it, and of the conversions of each site, by its index."""
 
     op_seconds: Mapping[OpKey, float]

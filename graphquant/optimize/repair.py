@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
@@ -40,7 +40,6 @@ from graphquant.optimize.algorithms import (
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
     SAMPLE_SPANS,
-    choose_algorithms,
     run_precalibration_algorithms,
     spread_samples,
 )
@@ -68,6 +67,7 @@ from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, St
 from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
+from graphquant.rules import choose_algorithms
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -166,8 +166,7 @@ class Recipe:
     cost: float = 0.0  # multiply-adds of the float blocks as a share of all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairedPlan:
+class RepairedPlan(NamedTuple):
     """The plan of a repair with its quantized model, and the changed tensors with their candidate."""
 
     workspace: Workspace
@@ -215,8 +214,7 @@ class OutputMeter:
         return min(sqnr.values(), default=math.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairRequest:
+class RepairRequest(NamedTuple):
     """A plan that misses its target, and the data and limits of its repair."""
 
     source: Model

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from graphquant.analysis.site_errors import match_sites
 from graphquant.analysis.validation import Bounds, FoldValidator, Validation, measure_tensor_sizes
@@ -637,8 +637,7 @@ class PlanMeasurer:
         return all(schemes.get(use) == site.scheme for site in plan.sites if site.parameter for use in site.uses)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BoundResult:
+class _BoundResult(NamedTuple):
     """Result of a search for bounds."""
 
     plan: Plan
@@ -852,8 +851,7 @@ def _standard_error_of_worst(validation: Validation) -> float:
     return min(known, key=lambda output: output.sqnr or 0.0).sqnr_standard_error if known else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _CandidatePlans:
+class _CandidatePlans(NamedTuple):
     """Plans for selections of candidates: the plan of the rules with the chosen sites of `candidate_plans`."""
 
     plan: Plan

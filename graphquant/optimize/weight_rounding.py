@@ -143,8 +143,7 @@ def round_matrix_adaround(matrix: Array, hessian: Array, grid: RoundingGrid) -> 
     return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixForm:
+class MatrixForm(NamedTuple):
     """Axis order that turns a weight into matrices (groups, outputs, inputs)."""
 
     # Axes in the order output, input, kernel; for TensorFlow's depthwise kernels channel, multiplier, kernel.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from graphquant.ir import (
@@ -237,10 +236,11 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
     No op depends on another op of its own level.
     """
     selected = set(ops)
-    if not nx.is_directed_acyclic_graph(graph.nx):
+    order = graph.topological_order()
+    if len(order) < len(graph):
         return {}
     depths: dict[str, int] = {}
-    for name in nx.topological_sort(graph.nx):
+    for name in order:
         source_depth = max((depths[source] for source in graph.predecessors(name)), default=0)
         depths[name] = source_depth + (name in selected)
     return {name: depths[name] for name in ops}

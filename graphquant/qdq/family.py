@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict, StrictFloat
 
@@ -113,8 +113,7 @@ class FamilyRequest:
         return self.range_source == "dynamic"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedForm:
+class FusedForm(NamedTuple):
     """A form of a dequantized weight and its consumer that only some runtimes compute, or compute fast."""
 
     op_type: str  # the op that replaces both, "" if standard ops replace the DequantizeLinear only

@@ -14,8 +14,8 @@ pair:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from graphquant.ir import MATRIX_PRODUCT_KINDS
 from graphquant.numerics import IntType, QType
@@ -53,8 +53,7 @@ INT8_LEVEL: Literal[4] = 4
 """Values of `accuracy_level`: MatMulNBits computes in the type of its activations, or rounds them to int8."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWeight:
+class PackedWeight(NamedTuple):
     """A constant weight in blocks, as far as the choice of the op that reads it depends on it."""
 
     type: QType  # the type of the quantized values
@@ -79,7 +78,7 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
         shapes = [
             graph.output(tensor).shape for tensors in weights.values() for tensor in tensors if tensor is not None
         ]
-        is_packed = all(_has_expert_blocks(replace(weight, shape=each)) for each in shapes)
+        is_packed = all(_has_expert_blocks(weight._replace(shape=each)) for each in shapes)
         # QMoE always divides the weights of the experts by the sum of the chosen ones.
         is_normalized = consumer.numeric_attr("normalize_routing_weights", 0)
         has_fused_routing = is_normalized and not consumer.numeric_attr("use_sparse_mixer", 0)

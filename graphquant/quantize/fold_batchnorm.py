@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ MATRIX_RANK: Final = 2
 VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
 
 
-@dataclass(frozen=True, slots=True)
-class FoldCandidate:
+class FoldCandidate(NamedTuple):
     """A BatchNorm that may be folded."""
 
     norm: Op  # the BatchNorm, or the Add at the end of one that is written out

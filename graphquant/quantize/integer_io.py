@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -376,8 +376,7 @@ FIRST_PRESENT_PORT = 1
 CACHE_ATTRS = ("k_quant_type", "v_quant_type")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCache:
+class AttentionCache(NamedTuple):
     """The cache of one op: keys, then values."""
 
     op: str
@@ -421,8 +420,7 @@ def _read_cache(model: Model, graph: Graph, op: Op, past: Sequence[TensorRef]) -
     return AttentionCache(op=op.name, inputs=tuple(ref.op for ref in past), outputs=tuple(outputs), reason=reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateLimits:
+class StateLimits(NamedTuple):
     """Largest magnitudes of a state in the samples."""
 
     magnitudes: Array  # float32 (heads, size)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,7 @@ INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
 """Families whose consumers convert a float bias to int32 themselves: onnxruntime's optimizer and TFLite's converter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasFitLimit:
+class BiasFitLimit(NamedTuple):
     """The bias of an op must fit int32."""
 
     bias: TensorRef  # the bias
@@ -60,8 +59,7 @@ class BiasFitLimit:
     max_integer: int  # largest integer of the bias type
 
 
-@dataclass(frozen=True, slots=True)
-class ShiftLimit:
+class ShiftLimit(NamedTuple):
     """The sum or the smallest of the positions at `positive_uses`, minus those at `negative_uses`, has a maximum."""
 
     name: str  # the hardware's shift, for people
@@ -286,7 +284,7 @@ class Worklist:
             return True
         if shift.smallest:
             lowest = min(shift.positive_uses, key=lambda use: power_of_two_position(self.state.params_at(use)) or 0)
-            shift = replace(shift, positive_uses=(lowest,))
+            shift = shift._replace(positive_uses=(lowest,))
         counts = Counter(map(self._group_leader, shift.positive_uses))
         counts.subtract(map(self._group_leader, shift.negative_uses))
         for use in shift.positive_uses:

@@ -485,7 +485,7 @@ class _PlanBuilder:
         site.uses.remove(use)
         if not site.uses:
             del self._sites[key]
-        self._add_skip(replace(site.first_match, use=use), code, reason)
+        self._add_skip(site.first_match._replace(use=use), code, reason)
 
     def _next_matching_rule(self, match: RuleMatch) -> RuleMatch | None:
         """Return the match of the next rule for a use whose tie had no effect. Rules that tie are not considered."""
@@ -494,7 +494,7 @@ class _PlanBuilder:
         for rule in rules[index + 1 :]:
             is_tie = rule.rule.quantize in INPUT_DEPENDENT
             if not is_tie and not self.matcher.miss_reason(rule, match.tensor, match.use):
-                return replace(match, rule=rule)
+                return match._replace(rule=rule)
         return None
 
     def build_sites(self) -> tuple[Site, ...]:

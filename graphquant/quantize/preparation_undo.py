@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict
@@ -47,8 +47,7 @@ class Step:
     undo: dict[str, Any]  # JSON data that undoes the change
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedStep:
+class SkippedStep(NamedTuple):
     """An op that a preparation step applies to and that was left unchanged, with the reason and perhaps a remedy."""
 
     step: str

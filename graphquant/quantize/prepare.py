@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from graphquant.ir import (
     NO_ATTRS,
@@ -241,8 +241,7 @@ def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
     return None if must_wait else average
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
+class Preparation(NamedTuple):
     """One kind of preparation step."""
 
     purpose: str  # its purpose, for people

@@ -13,9 +13,8 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -45,8 +44,7 @@ FieldPath = list[int | str]
 on."""
 
 
-@dataclass(frozen=True, slots=True)
-class LargeValue:
+class LargeValue(NamedTuple):
     """A large value: its path in the source message, the message and field that contain it, and its bytes."""
 
     path: FieldPath

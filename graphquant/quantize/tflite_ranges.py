@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -278,8 +278,7 @@ def iterate_equivalent_tensors(
 MAX_NAME_MAP_BYTES = 1 << 24  # largest file of mapped names, in bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferredRange:
+class TransferredRange(NamedTuple):
     """A planned tensor that takes its scale from the TFLite tensor `name`, or if not `exact`, that scale's range."""
 
     tensor: TensorRef

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -171,8 +172,7 @@ def _feeds_product(state: SolverState, tensor: TensorRef) -> bool:
 MAX_EXCESS_STEPS = 0.5  # steps by which a range may exceed a fixed one that still holds: rounding reaches that far
 
 
-@dataclass(frozen=True, slots=True)
-class _TieEdge:
+class _TieEdge(NamedTuple):
     """The rule that ties a site to another one, or another one to it."""
 
     tied_index: int

@@ -10,7 +10,7 @@ from graphquant.rules.matcher import (
     op_selector_names,
     removed_name_hint,
 )
-from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector
+from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector, choose_algorithms
 from graphquant.rules.scheme import ObserverConfig, Scheme, change_scheme
 from graphquant.rules.toml_document import (
     DocumentKind,

@@ -122,12 +122,12 @@ class OpNeighbors:
         free_ops: dict[str, set[str]] = {}  # by graph
         excluded: set[str] = set()  # functions that such an op calls
         pending = list(self.model.entry_graphs)
+        kinds = MAC_KINDS | LOOP_KINDS | {"call", "if"}  # ops with bodies or functions may contain weights
         for name in pending:
             if name in free_ops:
                 continue
             graph = self.model.graphs[name]
-            # Ops with bodies or functions may contain weights.
-            queue = [op.name for op in graph.ops() if op.kind in MAC_KINDS | LOOP_KINDS | {"call", "if"}]
+            queue = [op.name for op in graph.ops() if op.kind in kinds]
             reached = set[str]()
             for op_name in queue:
                 new_ops = dict.fromkeys(other for other in next_ops(graph, op_name) if other not in reached)
@@ -376,10 +376,11 @@ def _matches_links(
         current = following
 
 
-def possible_end_links(text: str, *, last: bool) -> list[ChainLink]:
+@lru_cache(maxsize=1024)
+def possible_end_links(text: str, *, last: bool) -> tuple[ChainLink, ...]:
     """Return the links that may be the last op of a chain, or the first one, considering optional links."""
     links = parse_chain(text)[:: -1 if last else 1]
-    return [links[index] for index in sorted(_skip_optional_links(links, 0))]
+    return tuple(links[index] for index in sorted(_skip_optional_links(links, 0)))
 
 
 def _skip_optional_links(links: tuple[ChainLink, ...], index: int) -> frozenset[int]:

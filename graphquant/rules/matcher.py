@@ -9,9 +9,8 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import AFFINE_KINDS, FLOAT_TYPES, VALUE_MOVING_KINDS, Model, Op, Shape, TensorRef, Use, follow_to_end
@@ -170,8 +169,7 @@ def _compile_name_pattern(pattern: str) -> Any:
     return re.compile(rf"\A(?:{fnmatch.translate(pattern)})")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleMatch:
+class RuleMatch(NamedTuple):
     """A rule that matches one use of a tensor."""
 
     tensor: TensorRef
@@ -180,8 +178,7 @@ class RuleMatch:
     producer: TensorRef  # the tensor that Casts convert to `tensor`, `tensor` itself if there are none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleMiss:
+class RuleMiss(NamedTuple):
     """A rule that does not match one use."""
 
     rule: BoundRule

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 _KIND = r"[A-Za-z_*][\w.]*"
 _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
@@ -19,16 +18,14 @@ MAX_CHAIN_LINKS = 16  # longest chain, in links
 MAX_FACTORS = 5  # most operands of a product in a pattern, as each doubles its spellings
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLink:
+class ChainLink(NamedTuple):
     """One link of a chain: the kinds that it allows, and True if it may be missing."""
 
     kinds: frozenset[str]
     optional: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PatternOp:
+class PatternOp(NamedTuple):
     """One line of a pattern, `name = kind|Type(operands)`: the op has one of the kinds or one of the framework types.
 
     If an `optional` op is missing, its first operand takes its place.
@@ -172,7 +169,7 @@ def pattern_definitions(ops: tuple[PatternOp, ...]) -> dict[str, tuple[PatternOp
     pending = list(ops)
     for op in pending:
         plain = op.kinds - FUNCTIONS.keys()
-        alternatives = [replace(op, kinds=plain, optional=False)] if plain or op.types else []
+        alternatives = [op._replace(kinds=plain, optional=False)] if plain or op.types else []
         functions = sorted(op.kinds & FUNCTIONS.keys())
         spellings = [(name, spelling) for name in functions for spelling in _spellings_of(name, op.operands)]
         for number, (function, (*helpers, result)) in enumerate(spellings):
@@ -188,7 +185,7 @@ def pattern_definitions(ops: tuple[PatternOp, ...]) -> dict[str, tuple[PatternOp
                 result = PatternOp(op.name, frozenset(), (result.name,))  # noqa: PLW2901  # it stands for the helper
             for part in (*helpers, result):
                 operands = tuple(names.get(operand, operand) for operand in part.operands)
-                renamed = replace(part, name=names.get(part.name, op.name), operands=operands)
+                renamed = part._replace(name=names.get(part.name, op.name), operands=operands)
                 (alternatives if part is result else pending).append(renamed)
         if op.optional:
             alternatives.append(PatternOp(op.name, frozenset(), op.operands[:1]))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, StrictInt, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from graphquant.errors import UsageError, did_you_mean
 from graphquant.rules.pattern_syntax import FUNCTIONS, compile_regex, parse_chain, parse_pattern, pattern_definitions
 from graphquant.rules.scheme import FORBID_EXTRA, NonNegativeInt, Scheme, ShortText, check_known_words
 from graphquant.utils.options import ALGORITHM_NAMES
@@ -239,6 +240,20 @@ PREPARATION_NAMES = (
 NEGATION = "not "  # prefix of a step that a rule file switches off, whatever later files request
 
 
+def choose_algorithms(rule_algorithms: Sequence[str], requested: Sequence[str]) -> tuple[str, ...]:
+    """Return the algorithms of the rules with the changes that a caller requests, in the order in which they run.
+
+    `requested` are names to add, or with a leading "not " to remove.
+    """
+    for name in requested:
+        algorithm = name.removeprefix(NEGATION)
+        if algorithm not in ALGORITHM_NAMES:
+            hint = did_you_mean(algorithm, ALGORITHM_NAMES) or f" Use one of {', '.join(ALGORITHM_NAMES)}."
+            raise UsageError(f"The optimization algorithm {algorithm[:60]!r} does not exist.{hint}")
+    enabled = {*rule_algorithms, *(name for name in requested if not name.startswith(NEGATION))}
+    return tuple(name for name in ALGORITHM_NAMES if name in enabled and NEGATION + name not in requested)
+
+
 def _step_choices(names: tuple[str, ...]) -> Any:
     return Field(json_schema_extra={"enum": [*names, *(NEGATION + name for name in names)]})
 
@@ -293,8 +308,7 @@ class RuleFile:
         return value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BoundRule:
+class BoundRule(NamedTuple):
     """A rule with the name of its file, its line, its scheme, and the patterns of the file."""
 
     rule: Rule

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 from graphquant.errors import CallError, GraphQuantError, UsageError, did_you_mean
 from graphquant.utils.argument_types import is_accepted, parameter_types
@@ -66,8 +66,7 @@ OptionsClass = TypeVar("OptionsClass", bound="Options")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionForm:
+class OptionForm(NamedTuple):
     """Documentation and command-line form of an option."""
 
     description: str  # one or two sentences
@@ -368,8 +367,7 @@ class ExplainOptions(SignatureOptions):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionField:
+class OptionField(NamedTuple):
     """One option, as the command line and the documentation see it."""
 
     owner: type[Any]  # the options model

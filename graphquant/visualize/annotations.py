@@ -24,7 +24,7 @@ from graphquant.visualize.text import scheme_text
 if TYPE_CHECKING:
     from graphquant.analysis.comparison import Comparison, OutputFigures
     from graphquant.analysis.model_summary import ModelSummary, StoredScaleTensor
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.ir import OpKey, TensorRef, Use
     from graphquant.quantize import Plan, Skip
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.comparison import Comparison, MetricFigures, OutputFigures, SiteFigures
     from graphquant.analysis.diff import Differences
     from graphquant.analysis.validation import Validation
-    from graphquant.api import Proof, StripResult
+    from graphquant.api.strip import Proof, StripResult
     from graphquant.calibration.data.check import DataFinding
     from graphquant.optimize.search import SearchTrace
     from graphquant.optimize.search_budget import StopReason

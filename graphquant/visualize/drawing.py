@@ -33,7 +33,7 @@ from graphquant.visualize.tables import group_values
 
 if TYPE_CHECKING:
     from graphquant.analysis.range_report import RangeReport
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.quantize import Plan
 
 COMPUTE_ROLES = frozenset({"input", "weight", "recurrent_weight"})

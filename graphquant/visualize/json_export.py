@@ -40,7 +40,7 @@ from graphquant.visualize.json_results import (
 )
 
 if TYPE_CHECKING:
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.optimize.latency import TimeRatio
 
 

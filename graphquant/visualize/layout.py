@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networkx as nx
-
 from graphquant.ir import paused_gc
 
 OP_GAP = 24  # room between two ops of a layer, in drawing units
@@ -74,6 +72,8 @@ def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[i
     """Return a topological order, and the back edges that were ignored for it."""
     if all(target > source for source, targets in enumerate(readers) for target in targets):
         return range(len(readers)), set()
+    import networkx as nx  # imported only if the ops are not in topological order
+
     graph = nx.from_dict_of_lists(dict(enumerate(readers)), nx.DiGraph)
     finished: dict[int, None] = {}
     back_edges: set[tuple[int, int]] = set()

@@ -17,7 +17,10 @@ from graphquant.analysis.explain import ExplanationReport
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.analysis.range_report import stats_range_report
 from graphquant.analysis.site_errors import prepare_like
-from graphquant.api import Result, StripResult, align_preparation, prepare_for_plan
+from graphquant.api.compare import align_preparation
+from graphquant.api.plan import prepare_for_plan
+from graphquant.api.result import Result
+from graphquant.api.strip import StripResult
 from graphquant.backends.findings import CheckReport
 from graphquant.calibration.data.check import DataReport
 from graphquant.calibration.stats import Stats

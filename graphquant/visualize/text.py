@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import MAC_KINDS, Model, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
@@ -43,7 +42,7 @@ from graphquant.visualize.tables import (
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
     from graphquant.analysis.model_summary import ModelSummary, QuantizationOp, StoredScaleTensor
-    from graphquant.api import Result
+    from graphquant.api.result import Result
     from graphquant.calibration.stats import Stats
     from graphquant.ir import StoredQuantization, TensorRef
     from graphquant.numerics import Array
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
 REASONS_SHOWN = 100  # maximum number of reasons to print for skipped tensors
 MIN_RULE_ROWS = 3  # rows of the table of a rule after the tables before it have used up all rows
+LOW_SQNR = 30.0  # SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50
 FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
 CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
 MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
@@ -579,10 +579,12 @@ def _unused_rules_lines(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     Shipped rules cover many models, so most of them match nothing in any one model. That is not a mistake.
     """
     shipped_files = [name for name in plan.rules if name in shipped_rule_files()]
-    if not plan.unused or not (shipped or len(shipped_files) < len(plan.rules)):
-        return []  # without reading the rule files again
-    shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
-    user_rules = [name for name in plan.unused if name not in shipped_rules]
+    if not plan.unused:
+        return []
+    user_rules: list[str] = []
+    if len(shipped_files) < len(plan.rules):  # else without reading the rule files again
+        shipped_rules = {rule.rule.name for rule in load_ruleset(shipped_files).rules}
+        user_rules = [name for name in plan.unused if name not in shipped_rules]
     lines: list[RenderableType] = []
     if user_rules:
         lines.append(plain_line(f"Your rules without a match: {', '.join(user_rules)}", "yellow"))

@@ -8,7 +8,6 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant import api
 from graphquant.analysis.explain import explain_uses
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
@@ -155,7 +154,7 @@ def test_explain_a_saved_plan(samples, tmp_path, cli):
     plan = gq.plan(gq.load(model), rules=[str(rules), "onnxruntime"], exclude="depthwise/relu6")
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps(plan_to_json(plan)))
-    assert api.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason == ""
+    assert gq.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason == ""
     output = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
     assert "not quantized: --exclude 'depthwise/relu6'" in output
     assert "near misses:" in output
@@ -163,13 +162,13 @@ def test_explain_a_saved_plan(samples, tmp_path, cli):
     output = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
     assert "not quantized: --exclude 'depthwise/relu6'" in output
     assert "near misses:" not in output
-    assert str(api.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason) in output
+    assert str(gq.explain(gq.load(model), "depthwise/relu6:0", plan=saved).omitted_reason) in output
     rules.unlink()
-    explanation = api.explain(gq.load(model), "depthwise/relu6:0", plan=saved)
+    explanation = gq.explain(gq.load(model), "depthwise/relu6:0", plan=saved)
     assert str(rules) in explanation.omitted_reason
     assert explanation.uses[0].misses == ()
     with pytest.raises(UsageError, match="graphquant plan MODEL --format json"):
-        api.explain(gq.load(samples / "digits_rnn.onnx"), "image", plan=saved)
+        gq.explain(gq.load(samples / "digits_rnn.onnx"), "image", plan=saved)
     assert "--plan" in cli("explain", model, "x", "--plan", saved, "--rules", "qnn", code=2).stderr
 
 
@@ -189,7 +188,7 @@ def test_fused_ops_in_the_headline(samples, cli):
 
 def test_the_backend_of_a_plan(samples):
     """The backend of the rules predicts the execution with placeholder ranges; `backend` selects another one."""
-    explanation = api.explain(load_sample(samples), "stem/conv")
+    explanation = gq.explain(load_sample(samples), "stem/conv")
     assert (explanation.backend, explanation.placeholder_ranges, explanation.already_quantized) == (
         "onnxruntime",
         True,
@@ -198,20 +197,20 @@ def test_the_backend_of_a_plan(samples):
     assert [(verdict.op, verdict.status, verdict.runs_as) for verdict in explanation.verdicts] == [
         ("stem/conv", "int8", "QLinearConv")
     ]
-    weights_only = api.explain(load_sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
+    weights_only = gq.explain(load_sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
     assert [(verdict.status, verdict.broken_rule.rule) for verdict in weights_only.verdicts if verdict.broken_rule] == [
         ("float", "no-quantized-output")
     ]
-    assert api.explain(load_sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
-    frozen = api.explain(load_sample(samples, "digits_cnn.pb"), "stem/conv")
+    assert gq.explain(load_sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
+    frozen = gq.explain(load_sample(samples, "digits_cnn.pb"), "stem/conv")
     assert (frozen.backend, [(verdict.op, verdict.status) for verdict in frozen.verdicts]) == (
         "tensorflow",
         [("stem/conv", "float")],
     )
     assert "insert -o MODEL.tflite" in frozen.verdicts[0].note
-    assert api.explain(load_sample(samples, "digits_cnn.pb"), "image").verdicts == ()
+    assert gq.explain(load_sample(samples, "digits_cnn.pb"), "image").verdicts == ()
     with pytest.raises(UsageError, match="'onnxrt' is unknown"):
-        api.explain(load_sample(samples), "stem/conv", backend="onnxrt")
+        gq.explain(load_sample(samples), "stem/conv", backend="onnxrt")
 
 
 def test_predicted_verdicts_equal_those_of_the_written_model(samples, tmp_path):
@@ -223,9 +222,9 @@ def test_predicted_verdicts_equal_those_of_the_written_model(samples, tmp_path):
         for verdict in gq.check(written.model, backend="onnxruntime").verdicts
     }
     for explanation in (
-        api.explain(load_sample(samples), "*", data=data),
-        api.explain(load_sample(samples), "*"),
-        api.explain(gq.load(written.save(tmp_path / "q.onnx")), "*"),
+        gq.explain(load_sample(samples), "*", data=data),
+        gq.explain(load_sample(samples), "*"),
+        gq.explain(gq.load(written.save(tmp_path / "q.onnx")), "*"),
     ):
         predicted = {(verdict.graph, verdict.op): verdict.status for verdict in explanation.verdicts}
         assert len(predicted) > 20
@@ -236,7 +235,7 @@ def test_explain_a_quantized_model(samples, tmp_path):
     """Rule, type and scale of each tensor that an op reads, and which others have the same scale."""
     result = gq.insert(load_sample(samples), data=str(samples / "digits_cnn_calib.npz"), samples=8)
     model = gq.load(result.save(tmp_path / "quant.onnx"))
-    explanation = api.explain(model, "max_pool")
+    explanation = gq.explain(model, "max_pool")
     assert explanation.already_quantized
     (read,) = [entry for entry in explanation.uses if entry.use.op == "max_pool"]
     (insertion,) = [entry for entry in result.inserted if any(use.op == "max_pool" for use in entry.site.uses)]
@@ -246,9 +245,9 @@ def test_explain_a_quantized_model(samples, tmp_path):
     assert [re.findall(r"\S+:\d", reason) for reason in read.scale_reasons] == [["max_pool:0"]]
     readers = [str(entry.use) for entry in explanation.uses if entry.tensor.op == "max_pool"]
     assert readers == ["residual_1/conv[0]", "residual/add[0]"]
-    unquantized = api.explain(model, "probabilities").uses
+    unquantized = gq.explain(model, "probabilities").uses
     assert [entry.quantized for entry in unquantized if entry.use.op == "@probabilities"] == [False]
-    assert not api.explain(model, "max_pool", rules="onnxruntime").already_quantized
+    assert not gq.explain(model, "max_pool", rules="onnxruntime").already_quantized
 
 
 def test_first_lines_of_explain(samples, cli):
@@ -271,7 +270,7 @@ def test_passthrough_tensors_have_an_outcome(samples):
     """A passthrough rule of the producer is the outcome and the rule of a use."""
     (explanation,) = [
         entry
-        for entry in api.explain(load_sample(samples), "residual/add", rules="qnn").uses
+        for entry in gq.explain(load_sample(samples), "residual/add", rules="qnn").uses
         if entry.use.op == "residual/add" and entry.tensor.op == "max_pool"
     ]
     assert (explanation.winner, explanation.quantized) == ("passed-on", True)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from graphquant import api
+import graphquant as gq
+from graphquant.api.inspect import inspect_stats
 from graphquant.calibration.targets import CALIBRATION_METHODS
 from graphquant.errors import DataError
 
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("rules_alone")
 @pytest.fixture
 def sample_stats(samples: Path) -> Stats:
     """Statistics of the sample model."""
-    return api.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"))
+    return gq.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"))
 
 
 def test_the_ranges_are_those_that_insert_gives(samples: Path, sample_stats: Stats) -> None:
     """Each activation that insert quantizes has the same scale and zero point here; the one of least SQNR is first."""
-    insertions = api.insert(samples / "digits_cnn.onnx", stats=sample_stats).inserted
+    insertions = gq.insert(samples / "digits_cnn.onnx", stats=sample_stats).inserted
     expected = {(entry.site.tensor, entry.site.rule): entry.params for entry in insertions if not entry.site.parameter}
-    picks = api.inspect_stats(sample_stats, samples / "digits_cnn.onnx").tensor_ranges
+    picks = inspect_stats(sample_stats, samples / "digits_cnn.onnx").tensor_ranges
     assert {(entry.tensor, entry.rule) for entry in picks} == set(expected)
     for entry in picks:
         assert entry.params is not None
@@ -42,7 +43,7 @@ def test_the_ranges_are_those_that_insert_gives(samples: Path, sample_stats: Sta
 
 def test_auto_reports_its_method(samples: Path, sample_stats: Stats) -> None:
     """If `auto` is called minmax or mse, that method has the same scale. A widened range clips less than mse."""
-    picks = api.inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
+    picks = inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
     assert {tensor_range.auto_method for tensor_range in picks} == {"minmax", "mse", "mse, widened"}
     for tensor_range in picks:
         alternatives = {alternative.method: alternative for alternative in tensor_range.alternatives}
@@ -59,8 +60,8 @@ def test_auto_reports_its_method(samples: Path, sample_stats: Stats) -> None:
 
 def test_alternatives_equal_the_ranges_of_insert(samples: Path, sample_stats: Stats) -> None:
     """The alternative of a method is the range of `insert --method` for tensors with their own scale."""
-    picks = api.inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
-    insertions = api.insert(samples / "digits_cnn.onnx", stats=sample_stats, method="entropy").inserted
+    picks = inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
+    insertions = gq.insert(samples / "digits_cnn.onnx", stats=sample_stats, method="entropy").inserted
     expected = {entry.site.tensor: entry.params.scale for entry in insertions if not entry.site.parameter}
     unshared = [entry for entry in picks if not entry.note and entry.rule == "conv-output"]
     assert len(unshared) > 5
@@ -71,16 +72,14 @@ def test_alternatives_equal_the_ranges_of_insert(samples: Path, sample_stats: St
 
 def test_a_model_with_ranges_in_it(samples: Path, sample_stats: Stats) -> None:
     """A quantized model is shown with its own ranges, matched by name, at the same cost."""
-    quantized = api.insert(samples / "digits_cnn.onnx", stats=sample_stats, method="entropy").model
-    picks = api.inspect_stats(sample_stats, quantized, compare_methods=True)
+    quantized = gq.insert(samples / "digits_cnn.onnx", stats=sample_stats, method="entropy").model
+    picks = inspect_stats(sample_stats, quantized, compare_methods=True)
     assert picks.matched_by_name
     planned = {
         tensor_range.tensor: next(
             alternative for alternative in tensor_range.alternatives if alternative.method == "entropy"
         )
-        for tensor_range in api.inspect_stats(
-            sample_stats, samples / "digits_cnn.onnx", compare_methods=True
-        ).tensor_ranges
+        for tensor_range in inspect_stats(sample_stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
         if not tensor_range.note
     }
     range_by_tensor = {tensor_range.tensor: tensor_range for tensor_range in picks.tensor_ranges}
@@ -96,7 +95,7 @@ def test_a_model_with_ranges_in_it(samples: Path, sample_stats: Stats) -> None:
 
 def test_fixed_ranges_are_shown_with_statistics(samples: Path, sample_stats: Stats) -> None:
     """A fixed scale is compared with the statistics: clipped share and error."""
-    picks = api.inspect_stats(sample_stats, samples / "digits_cnn.onnx", rules=["fixed_point"]).tensor_ranges
+    picks = inspect_stats(sample_stats, samples / "digits_cnn.onnx", rules=["fixed_point"]).tensor_ranges
     assert {tensor_range.method for tensor_range in picks} == {"fixed-point -4"}
     assert all(
         tensor_range.cost is not None and tensor_range.params is not None and tensor_range.params.scale == 2.0**-4
@@ -106,7 +105,7 @@ def test_fixed_ranges_are_shown_with_statistics(samples: Path, sample_stats: Sta
 
 def test_statistics_without_a_model(sample_stats: Stats) -> None:
     """Without a model there are the tensors in the model's order, with no range."""
-    picks = api.inspect_stats(sample_stats)
+    picks = inspect_stats(sample_stats)
     assert [tensor_range.tensor for tensor_range in picks.tensor_ranges] == list(sample_stats.targets)
     assert all(
         tensor_range.params is None and tensor_range.cost is None and tensor_range.sketch is not None
@@ -117,10 +116,10 @@ def test_statistics_without_a_model(sample_stats: Stats) -> None:
 def test_statistics_of_another_model_are_rejected(samples: Path, sample_stats: Stats) -> None:
     """They are refused as insert does it, for a float model as for a quantized one."""
     with pytest.raises(DataError, match="of another model"):
-        api.inspect_stats(sample_stats, samples / "digits_rnn.onnx")
+        inspect_stats(sample_stats, samples / "digits_rnn.onnx")
     data, head = str(samples / "digits_rnn_calib.npz"), "logits/*"  # a name that both models have
-    other_model = api.insert(samples / "digits_rnn.onnx", data=data, exclude=head).model
+    other_model = gq.insert(samples / "digits_rnn.onnx", data=data, exclude=head).model
     with pytest.raises(DataError, match="quantizes none of"):
-        api.inspect_stats(sample_stats, other_model)
+        inspect_stats(sample_stats, other_model)
     with pytest.raises(DataError, match="of another model"):
-        api.inspect_stats(sample_stats, other_model, rules=["onnxruntime"])
+        inspect_stats(sample_stats, other_model, rules=["onnxruntime"])

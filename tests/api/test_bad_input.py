@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from graphquant import api
+import graphquant as gq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def test_bit_flipped_model(cli: Callable[..., Any], models_folder: Path, name: s
             cli("insert", name, *WEIGHTS, "-o", out, code=3)
         except AssertionError:
             cli("insert", name, *WEIGHTS, "-o", out, "--force")
-            api.load(out)
+            gq.load(out)
             shutil.rmtree(out) if out.is_dir() else out.unlink()
         assert contents(models_folder) == before
 
@@ -386,10 +386,10 @@ def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., A
 def test_skips_of_unknown_ops(samples: Path) -> None:
     """A stored plan whose skips name ops that the model lacks inserts the pairs of its sites."""
     model, data = samples / CNN, str(samples / "digits_cnn_calib.npz")
-    plan = api.plan(model, rules=["onnxruntime"])
+    plan = gq.plan(model, rules=["onnxruntime"])
     skips = [replace(skip, uses=tuple(use._replace(op="missing") for use in skip.uses)) for skip in plan.skips]
     assert any(skip.fused for skip in skips)
-    result = api.insert(model, plan=replace(plan, skips=tuple(skips)), data=data, samples=8, validate=False)
+    result = gq.insert(model, plan=replace(plan, skips=tuple(skips)), data=data, samples=8, validate=False)
     assert len(result.inserted) == len(plan.sites)
 
 

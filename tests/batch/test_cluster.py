@@ -16,7 +16,7 @@ import pytest
 from support.batch_reports import report_without_times
 from support.cli import run_cli
 
-from graphquant import api
+import graphquant as gq
 from graphquant.batch import workers as processes
 from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
@@ -173,7 +173,7 @@ def test_killed_worker_is_replaced(tmp_path, monkeypatch, cluster):
         [f"{name}.onnx" for name in "abcdef"], "done"
     )
     assert len(set(file_digests(tmp_path / "out").values())) == 1
-    api.insert(tmp_path / "a.onnx", data="random:64").save(tmp_path / "plain.onnx")
+    gq.insert(tmp_path / "a.onnx", data="random:64").save(tmp_path / "plain.onnx")
     assert hashlib.sha256((tmp_path / "plain.onnx").read_bytes()).hexdigest() in file_digests(tmp_path / "out").values()
 
 
@@ -222,13 +222,13 @@ def test_shard_statistics_merge_exactly(tmp_path, monkeypatch):
     shard_stats = [load_stats(Path(outcome.output)) for outcome in shard_outcomes]
     merged = _merge_shard_stats(shard_stats)
     assert merged.samples == 32  # the other samples are held out for validation
-    source = api.load(tmp_path / "a.onnx")
+    source = gq.load(tmp_path / "a.onnx")
     options = {"data": str(tmp_path / "a.npz"), "samples": 40, "method": "percentile", "rules": entry.rules}
-    result = api.insert(source, **options)
+    result = gq.insert(source, **options)
     assert any(outcome.applied for outcome in result.algorithm_results)
     assert merged.sketches.keys() == result.stats.sketches.keys()
     result.save(tmp_path / "one.onnx")
-    from_merged = api.insert(source, stats=merged, **options)
+    from_merged = gq.insert(source, stats=merged, **options)
     assert from_merged.validation == result.validation
     from_merged.save(tmp_path / "parts.onnx")
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "parts.onnx").read_bytes()

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from graphquant import api
+import graphquant as gq
 from graphquant.batch.manifest import load_entries
 from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.work import quantize_entry
@@ -51,8 +51,8 @@ def test_remote_models_and_outputs(tmp_path, zoo):
         ("memory:///zoo/cnn.onnx", "memory://out/cnn.onnx", "done"),
         ("memory:///zoo/net", "memory://out/net", "done"),
     ]
-    api.insert(SAMPLES / "digits_cnn.onnx", rules="weight_only").save(tmp_path / "cnn.onnx")
-    api.insert(SAMPLES / "digits_rnn_saved_model", rules="weight_only").save(tmp_path / "net")
+    gq.insert(SAMPLES / "digits_cnn.onnx", rules="weight_only").save(tmp_path / "cnn.onnx")
+    gq.insert(SAMPLES / "digits_rnn_saved_model", rules="weight_only").save(tmp_path / "net")
     assert zoo.cat("/out/cnn.onnx") == (tmp_path / "cnn.onnx").read_bytes()
     files = {path.relative_to(tmp_path).as_posix() for path in (tmp_path / "net").rglob("*") if path.is_file()}
     assert {name: zoo.cat(f"/out/{name}") for name in files} == {name: (tmp_path / name).read_bytes() for name in files}
@@ -104,7 +104,7 @@ def test_external_data(tmp_path, zoo):
     assert str(tmp_path) not in outcome.problem.message
     zoo.put_file(str(tmp_path / "big.bin"), "/zoo/big.bin")
     assert run_again()[0].status == "done"
-    api.insert(tmp_path / "big.onnx", rules="weight_only").save(tmp_path / "out.onnx")
+    gq.insert(tmp_path / "big.onnx", rules="weight_only").save(tmp_path / "out.onnx")
     assert zoo.cat("/out/big.onnx") == (tmp_path / "out.onnx").read_bytes()
     zoo.pipe("/zoo/big.bin", (tmp_path / "big.bin").read_bytes()[::-1])
     assert run_again()[0].status != "unchanged"

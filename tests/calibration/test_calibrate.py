@@ -32,7 +32,7 @@ A, B, C = (TensorRef("", name) for name in "abc")
 TARGETS = {tensor: ObservationTarget(tensor.op * 32, None, 7) for tensor in (A, B, C)}
 LOAD = RunFootprint(block_size=4, elements_per_sample=None)
 
-JOINED = replace(LOAD, join_samples=True)
+JOINED = LOAD._replace(join_samples=True)
 
 
 def calibrate(
@@ -244,7 +244,7 @@ def test_limit_of_known_sizes(footprint: RunFootprint, elements: int) -> None:
     room = (3 << 16) + 16 * elements
     for max_memory, groups in ((room, [(A, B, C)]), (room - 1, [(A,), (B,), (C,)])):
         runner = three_tensor_runner(sizes=1 << 60)
-        known = replace(footprint, elements_per_sample=100)
+        known = footprint._replace(elements_per_sample=100)
         calibrate(TARGETS, runner, numbered_samples(5), footprint=known, max_memory=max_memory)
         assert runner.asked == groups
 

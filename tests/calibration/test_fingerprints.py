@@ -12,7 +12,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
-from graphquant import api
+from graphquant.api.plan import prepare_for_plan
 from graphquant.calibration.targets import all_float_targets, fingerprints, preserved_fingerprints
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.reader import model_from_message
@@ -84,7 +84,7 @@ def test_fingerprints_after_preparation(samples: Path) -> None:
     before = set(all_fingerprints(source).values())
     plan = gq.plan(source)
     assert {"opset", "fold-batchnorm"} <= {step.step for step in plan.steps}
-    prepared = api.prepare_for_plan(source, plan)
+    prepared = prepare_for_plan(source, plan)
     tensors = [site.tensor for site in plan.sites if not site.parameter]
     alone = fingerprints(prepared, tensors)
     with_source = fingerprints(prepared, tensors, preserved_fingerprints(source, prepared))

@@ -18,7 +18,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from graphquant import api
+import graphquant as gq
 from graphquant.calibration.stats import load_stats
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_calibrate_then_insert(cli: Callable[..., Any], calibration_folder: Path
         load_stats(Path("stats.gqs")).blocks,
         [load_stats(Path("stats.gqs")).runs[0].data_digest],
     )
-    planned = {site.scheme.observe.name for site in api.plan("digits_cnn.onnx").sites}
+    planned = {site.scheme.observe.name for site in gq.plan("digits_cnn.onnx").sites}
     assert {site["method"] for site in report["sites"]} == planned
 
 
@@ -260,7 +260,7 @@ main()
 def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.CompletedProcess[str]:
     """Runs graphquant, which gets SIGINT before its block of that number."""
     command = [sys.executable, "-c", INTERRUPTING, str(blocks), str(times), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(api.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(gq.__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 

@@ -20,7 +20,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
-from graphquant import api
+from graphquant.api import models
 from graphquant.cli import main
 from graphquant.errors import (
     DataError,
@@ -99,7 +99,7 @@ def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], cnn_fo
         result = cli("insert", name, "--rules", "weight_only")
         assert result.stdout.rstrip().endswith(f"Written to {output_name}")
         assert result.stderr == ""
-        assert api.load(cnn_folder / output_name).format == api.load(cnn_folder / name).format
+        assert gq.load(cnn_folder / output_name).format == gq.load(cnn_folder / name).format
 
 
 def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], cnn_folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_insert_replaces_outputs_only_with_force(cli: Callable[..., Any], cnn_fo
     assert result.stdout == ""
     assert Path("out.onnx").read_text() == "precious"
     cli("insert", "digits_cnn.onnx", "-o", "out.onnx", "--rules", "weight_only", "--force")
-    assert len(api.load("out.onnx").main) == len(api.load("digits_cnn.onnx").main) + 27
+    assert len(gq.load("out.onnx").main) == len(gq.load("digits_cnn.onnx").main) + 27
 
 
 def test_dry_run_writes_nothing(cli: Callable[..., Any], cnn_folder: Path) -> None:
@@ -171,7 +171,7 @@ def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], cnn_folder: Pa
     for line, rules in zip(lines, ("onnxruntime", "fixed_point", "weight_only"), strict=True):
         words = shlex.split(line)
         assert words[0] == "graphquant"
-        sites = len(api.plan("my digits.onnx", rules=[rules]).sites)
+        sites = len(gq.plan("my digits.onnx", rules=[rules]).sites)
         assert f"{sites} tensors quantized" in cli(*words[1:], "--force").stdout
 
 
@@ -401,7 +401,7 @@ def test_each_ending_has_its_exit_code(
     def fail(path: Path, **options: object) -> None:
         raise kind("It broke. Mend it.")
 
-    monkeypatch.setattr(api, "load", fail)
+    monkeypatch.setattr(models, "load", fail)
     result = cli("inspect", "digits_cnn.onnx", code=code)
     message = "error: It broke. Mend it.\n" if issubclass(kind, GraphQuantError) else "Interrupted.\n"
     assert (result.stdout, result.stderr) == ("", message)
@@ -622,7 +622,7 @@ def test_errors_without_a_file_name(cli: Callable[..., Any], samples: Path, monk
     def fail(*_arguments: object, **_options: object) -> None:
         raise OSError("connection lost")
 
-    monkeypatch.setattr(sys.modules["graphquant.api.plan"], "make_plan", fail)
+    monkeypatch.setattr("graphquant.api.plan.make_plan", fail)
     message = cli("plan", samples / "digits_cnn.onnx", code=2).stderr
     assert "connection lost" in message
     assert "standard output" not in message

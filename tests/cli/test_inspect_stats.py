@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphquant import api
+import graphquant as gq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def stats_folder(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own with statistics of the sample model, the current one."""
     monkeypatch.chdir(tmp_path)
-    api.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz")).save("stats.gqs")
+    gq.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz")).save("stats.gqs")
     return tmp_path
 
 

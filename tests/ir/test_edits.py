@@ -371,6 +371,17 @@ def test_invariants_detect_damaged_captures() -> None:
         check_invariants(model, "test")
 
 
+def test_networkx_sees_the_edits() -> None:
+    """The graph of networkx has the nodes and edges of the graph, also those that are added or removed later."""
+    graph = small_graph().main
+    assert list(graph.nx) == [op.name for op in graph.ops()]
+    graph.add_op(make_op("late"), [TensorRef("", "x")])
+    assert graph.nx.has_edge("x", "late", key=0)
+    graph.remove_op("late")
+    assert "late" not in graph.nx
+    assert "late" not in graph.nx.succ["x"]
+
+
 def test_values_are_shared_by_copies() -> None:
     """A copy's ops are the same objects; its graphs are not."""
     model = small_graph()

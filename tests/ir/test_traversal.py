@@ -3,6 +3,7 @@
 import pytest
 
 from graphquant.ir import connected_groups, follow, follow_to_end, reachable, unique_name
+from graphquant.ir.types import dependency_components
 
 
 def test_follow_ends_at_none() -> None:
@@ -28,6 +29,17 @@ def test_reachable_visits_each_node_once_in_breadth_first_order() -> None:
 def test_connected_groups_keep_the_order_of_nodes() -> None:
     """Groups begin with their first node, and single nodes are groups."""
     assert connected_groups("edcba", [("a", "e"), ("b", "c")]) == [["e", "a"], ["d"], ["c", "b"]]
+
+
+def test_dependency_components_are_after_their_dependencies() -> None:
+    """Each node of a graph without cycles is a component. The nodes of a cycle are one."""
+    assert dependency_components({"a": ["b", "c"], "b": ["c"], "c": []}) == [["c"], ["b"], ["a"]]
+    components = dependency_components({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["e"], "f": []})
+    assert sorted(map(sorted, components)) == [["a"], ["b", "c"], ["d"], ["e"], ["f"]]
+    order = [
+        member for component in dependency_components({"a": ["b"], "b": ["a", "d"], "d": []}) for member in component
+    ]
+    assert order[0] == "d"
 
 
 def test_unique_name_uses_the_smallest_suffix_that_no_container_has() -> None:

@@ -10,7 +10,6 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant import api
 from graphquant.analysis.validation import NO_SQNR
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as onnx_format
@@ -137,8 +136,8 @@ def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> Non
 
 def test_copies_of_functions_that_nothing_calls_cost_nothing(model_folder: Path) -> None:
     """A Keras SavedModel has its layers several times; sites of all are one group, whose ops are those that run."""
-    model = api.load(model_folder / "kws/saved_model")
-    plan = api.plan(model)
+    model = gq.load(model_folder / "kws/saved_model")
+    plan = gq.plan(model)
     among = make_scale_groups(model, plan, range(len(plan.sites)), {})
     idle = {site.tensor.graph for site in plan.sites} - set(model.reachable_graphs())
     assert idle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from graphquant.rules import shipped_rule_files
 from graphquant.visualize.json_export import InsertResult
 
 if TYPE_CHECKING:
-    from graphquant.api import Result
+    from graphquant.api.result import Result
 
 MODELS = Path(__file__).parents[2] / "sample_models"
 NO_SCALING = ("not smoothquant", "not cross-layer-equalization")
@@ -183,14 +182,14 @@ def test_a_holdout_without_large_errors_does_not_hide_them(outlier_net: Path, mo
     errors = np.square(actual - expected).sum(1) / np.square(expected).sum(1)
     np.savez(outlier_net / "data.npz", x=data[np.argsort(-errors)])  # the hold-out is the last fifth
     holdout_sqnr = insert_net(outlier_net, min_sqnr="none").validation.worst_sqnr
-    monkeypatch.setattr(sys.modules["graphquant.api.plan_search"], "DEFAULT_MIN_SQNR", holdout_sqnr - 1)
+    monkeypatch.setattr(plan_search, "DEFAULT_MIN_SQNR", holdout_sqnr - 1)
     result = insert_net(outlier_net)
     assert result.search is not None
     trace = result.search.repair
     assert trace is not None
     assert trace.default_sqnr < trace.target_sqnr < holdout_sqnr
     assert trace.met
-    monkeypatch.setattr(sys.modules["graphquant.api.plan_search"], "DEFAULT_MIN_SQNR", holdout_sqnr - CLOSE_DB)
+    monkeypatch.setattr(plan_search, "DEFAULT_MIN_SQNR", holdout_sqnr - CLOSE_DB)
     assert insert_net(outlier_net).search is None
 
 

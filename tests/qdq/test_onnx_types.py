@@ -12,7 +12,7 @@ from support.measurements import float_bits
 from support.onnx_models import onnx_session, run_onnx
 from support.rule_files import rule_text, write_rules
 
-from graphquant import api
+import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.runtime import RUNTIME_ERRORS
@@ -111,7 +111,7 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
     """A weight as integers, or float with a Q/DQ pair, has equal values in onnxruntime and numpy, and is read back."""
     x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
     for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
-        result = api.insert(
+        result = gq.insert(
             save_sum_model(tmp_path, opset),
             rules=weight_rules(tmp_path, dtype, per, WEIGHT, more),
             float_weights=float_weights,
@@ -138,7 +138,7 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
     x[1, :6] = [3e38, -3e38, np.inf, -np.inf, 1e10, -1e10]
     for opset, more in itertools.product((13, 21), forms(dtype)):
         data = str(tmp_path / "data.npz")
-        result = api.insert(
+        result = gq.insert(
             save_sum_model(tmp_path, opset),
             rules=weight_rules(tmp_path, dtype, per, ACTIVATION, more),
             data=data,
@@ -156,7 +156,7 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
 
 def _is_read_back(path: Path, params: QParams, *, parameter: bool, folded: bool = True) -> None:
     """Check that `inspect` finds the site with its scale and width, or container for blocks and float weights."""
-    model = api.load(path)
+    model = gq.load(path)
     (reading,) = summarize_model(model).quantization_ops
     actual = reading.params
     assert isinstance(actual, QParams)
@@ -165,7 +165,7 @@ def _is_read_back(path: Path, params: QParams, *, parameter: bool, folded: bool 
     np.testing.assert_array_equal(actual.scale, params.scale)
     np.testing.assert_array_equal(actual.zero_point, params.zero_point)
     assert (actual.axis, actual.block) == (params.axis, params.block)
-    plan = api.plan(model, rules=["weight_only"])
+    plan = gq.plan(model, rules=["weight_only"])
     assert not plan.sites
 
 
@@ -203,7 +203,7 @@ def _initializer(model: onnx.ModelProto, name: str) -> TensorProto:
 
 def test_opset_8_is_not_raised(tmp_path: Path) -> None:
     """16 bits use onnxruntime's domain, without an upgrade, in any model whose Max and Min broadcast."""
-    result = api.insert(save_sum_model(tmp_path, 8), rules=weight_rules(tmp_path, "int12", "channel", WEIGHT))
+    result = gq.insert(save_sum_model(tmp_path, 8), rules=weight_rules(tmp_path, "int12", "channel", WEIGHT))
     path = result.save(tmp_path / "made.onnx")
     assert {item.domain: item.version for item in onnx.load(path).opset_import} == {"": 8, "com.microsoft": 1}
     expected = dequantize(quantize(uneven_weights(), result.inserted[0].params), result.inserted[0].params)
@@ -231,7 +231,7 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
         source = save_sum_model(tmp_path, opset)
         if opset > 21 and not is_loadable(source):
             continue
-        result = api.insert(source, rules=where, float_weights=floats)
+        result = gq.insert(source, rules=where, float_weights=floats)
         path = result.save(tmp_path / "made.onnx", force=True)
         now = {item.domain: item.version for item in onnx.load(path).opset_import}
         assert now[""] == max(opset, float_weights if floats else folded), (opset, floats)
@@ -244,12 +244,12 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
 @pytest.mark.parametrize("dtype", ["int8", "uint4", "int16"])
 def test_opset_without_kernels(tmp_path: Path, dtype: str) -> None:
     """At opset 28, whose pair no onnxruntime implements, the pair is in onnxruntime's domain, and is read back."""
-    result = api.insert(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, "channel", WEIGHT))
+    result = gq.insert(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, "channel", WEIGHT))
     path = result.save(tmp_path / "out.onnx")
     (node,) = (node for node in onnx.load(path).graph.node if node.op_type == "DequantizeLinear")
     assert node.domain == "com.microsoft"
     _is_read_back(path, result.inserted[0].params, parameter=True)
-    assert [op.op for op in api.strip(path).ops] == [node.name]
+    assert [op.op for op in gq.strip(path).ops] == [node.name]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_int8_before_a_transpose(tmp_path: Path, target: str, dtype: str, opset:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 4, 4)).astype(np.float32))
     scheme = f'target = "{target}"\n[scheme.q]\ndtype = "{dtype}"\nobserve = "minmax"\n'
     rules = write_rules(tmp_path, scheme + rule_text(producer='{ kind = "relu" }'))
-    result = api.insert(tmp_path / "net.onnx", rules=rules, data=str(tmp_path / "data.npz"))
+    result = gq.insert(tmp_path / "net.onnx", rules=rules, data=str(tmp_path / "data.npz"))
     nodes = onnx.load(result.save(tmp_path / "out.onnx")).graph.node
     assert {node.domain for node in nodes if node.op_type.endswith("Linear")} == {domain}
     if target != "tensorrt":
@@ -280,13 +280,13 @@ def test_int8_before_a_transpose(tmp_path: Path, target: str, dtype: str, opset:
 @pytest.mark.parametrize(("dtype", "per"), [("int8", "block"), ("float8_e4m3fn", "tensor")])
 def test_types_without_ops_at_opset_28(tmp_path: Path, dtype: str, per: str) -> None:
     """Onnxruntime's domain has neither blocks nor float8, so such sites are skipped."""
-    plan = api.plan(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, per, WEIGHT))
+    plan = gq.plan(save_sum_model(tmp_path, 28), rules=weight_rules(tmp_path, dtype, per, WEIGHT))
     assert (plan.sites, [skip.tensor.op for skip in plan.skips]) == ((), ["weight"])
 
 
 def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     """There are no statistics per block, and the skip names an alternative."""
-    plan = api.plan(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int8", "block", ACTIVATION))
+    plan = gq.plan(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int8", "block", ACTIVATION))
     assert not plan.sites
     assert plan.skips[0].code is SkipCode.SCHEME
     assert "blocks" in plan.skips[0].reason
@@ -296,14 +296,14 @@ def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
 def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:
     """A fixed range applies to each block."""
     where = weight_rules(tmp_path, "int4", "block", WEIGHT, 'observe = { name = "fixed", low = -2.0, high = 2.0 }')
-    (inserted_site,) = api.insert(save_sum_model(tmp_path, 21), rules=where).inserted
+    (inserted_site,) = gq.insert(save_sum_model(tmp_path, 21), rules=where).inserted
     assert inserted_site.params.scale.shape == (7, 5)
     assert (inserted_site.params.scale == np.float32(2 / 7)).all()
 
 
 def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
     """Scales that do not fit rank or axis give unknown params."""
-    path = api.insert(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int4", "block", WEIGHT)).save(
+    path = gq.insert(save_sum_model(tmp_path, 21), rules=weight_rules(tmp_path, "int4", "block", WEIGHT)).save(
         tmp_path / "made.onnx"
     )
     good = onnx.load(path)
@@ -314,7 +314,7 @@ def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
         next(attr for attr in node.attribute if attr.name == name).i = value
         onnx.save(model, tmp_path / "bad.onnx")
         try:
-            (reading,) = summarize_model(api.load(tmp_path / "bad.onnx")).quantization_ops
+            (reading,) = summarize_model(gq.load(tmp_path / "bad.onnx")).quantization_ops
         except ModelError:
             continue
         assert reading.params is None, (name, value)
@@ -333,6 +333,6 @@ def test_a_vector_of_one_block(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "v.onnx")
     where = weight_rules(tmp_path, "int4", "block", WEIGHT)
     Path(where[0]).write_text(Path(where[0]).read_text().replace("axis = 1", "axis = 0"))
-    path = api.insert(tmp_path / "v.onnx", rules=where).save(tmp_path / "made.onnx")
+    path = gq.insert(tmp_path / "v.onnx", rules=where).save(tmp_path / "made.onnx")
     for actual in outputs_at_each_level(path, np.zeros(2, np.float32)):
         np.testing.assert_array_equal(actual, np.float32([-8, 3]) * np.float32(np.float32(0.9) / 8))

@@ -1,6 +1,5 @@
 """Narrow types in a model: onnxruntime loads it with all optimizations and gives the same values as without."""
 
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,7 +84,7 @@ def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None
 def test_float8_activations_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each float8 site between quantized tensors has a note about runtimes. Float8 weights have none."""
     with monkeypatch.context() as patch:  # some releases of onnxruntime cannot load the result
-        patch.setattr(sys.modules["graphquant.api.insert"], "check_runtime_accepts", lambda *_, **__: "")
+        patch.setattr("graphquant.api.insert.check_runtime_accepts", lambda *_, **__: "")
         result = insert_widths(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
     noted_tensors = {
         inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.site_notes

@@ -11,7 +11,7 @@ from support.onnx_models import CAPTURED_TENSOR
 from support.rule_files import input_rule, rule_text, weight_rule
 
 import graphquant as gq
-from graphquant.api import explain
+from graphquant.api.inspect import explain
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use

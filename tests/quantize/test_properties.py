@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import graphquant as gq
-from graphquant.api import prepare_for_plan
+from graphquant.api.plan import prepare_for_plan
 from graphquant.formats.onnx import load
 from graphquant.ir import TensorRef, Use
 from graphquant.observers import sketch_values

@@ -11,8 +11,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
-from graphquant import api, formats
+from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
+from graphquant.api.plan import prepare_for_plan
+from graphquant.api.strip import prove_stripped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +46,7 @@ def test_float_weights_give_back_the_source(samples: Path, tmp_path: Path, name:
     out = stripped.model.save(tmp_path / f"stripped_{name}")
     assert emitted_message(out) == emitted_message(samples / name)
     assert not gq.diff(out, samples / name)
-    proof = api.prove_stripped(stripped, samples / name)
+    proof = prove_stripped(stripped, samples / name)
     assert proof.equal
     assert (proof.other_differences.counts, proof.other_differences.rerouted) == ({}, 0)
 
@@ -91,7 +93,7 @@ def test_rounded_weights_of_real_models(model_folder: Path, tmp_path: Path, name
     stripped = gq.strip(result.save(tmp_path / "out.onnx"))
     assert not stripped.exact
     assert not stripped.remaining
-    proof = api.prove_stripped(stripped, model_folder / name)
+    proof = prove_stripped(stripped, model_folder / name)
     assert proof.holds
     assert proof.rounded_weights == len(stripped.weights) > 2
 
@@ -108,11 +110,11 @@ def test_rounded_weights_are_reported(samples: Path, tmp_path: Path, name: str) 
     plan = gq.plan(samples / name, rules=["fixed_point"])
     assert {tensor for tensor, _ in stripped.weights} == {site.tensor for site in plan.sites if site.parameter}
     assert quantized
-    proof = api.prove_stripped(stripped, samples / name)
+    proof = prove_stripped(stripped, samples / name)
     assert proof.holds
     assert not proof.equal
     assert proof.rounded_weights == len(stripped.weights)
-    prepared = api.prepare_for_plan(gq.load(samples / name), plan)
+    prepared = prepare_for_plan(gq.load(samples / name), plan)
     kinds = gq.diff(prepared, stripped.model).counts
     assert kinds == {"weight": len(stripped.weights)}
 
@@ -124,7 +126,7 @@ def test_weights_that_calls_passed_stay_in_their_function(samples: Path, tmp_pat
     (note,) = stripped.notes
     assert note.endswith("sample_models:Block/matrix:0.")
     assert not summarize_model(stripped.model).quantization_ops
-    proof = api.prove_stripped(stripped, source)
+    proof = prove_stripped(stripped, source)
     assert proof.rounded_weights == len(stripped.weights) - 1
     assert {(first.kind, first.location) for first in proof.other_differences.changes} == {
         ("wiring", "called/once[1]"),
@@ -200,7 +202,7 @@ def test_weights_of_removed_ops(samples: Path, tmp_path: Path) -> None:
     dequantize = [node for node in message.graph.node if node.op_type == "DequantizeLinear"][-1]
     del dequantize.input[0]
     onnx.save(message, path)
-    proof = api.prove_stripped(api.strip(path), samples / "digits_cnn.onnx")
+    proof = prove_stripped(gq.strip(path), samples / "digits_cnn.onnx")
     assert not proof.holds
 
 
@@ -304,4 +306,4 @@ def test_scales_that_do_not_fit_their_integers(samples: Path, tmp_path: Path) ->
     onnx.save(message, path)
     stripped = gq.strip(path)
     assert [tensor.op for tensor, _ in stripped.remaining] == [node.name]
-    assert not api.prove_stripped(stripped, samples / "digits_cnn.onnx").holds
+    assert not prove_stripped(stripped, samples / "digits_cnn.onnx").holds

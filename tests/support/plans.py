@@ -1,6 +1,5 @@
 """Plans of a few sites."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,5 +14,4 @@ def make_plan(*sites: Site, **changes: Any) -> Plan:
 
 def disable_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the rules decide what is quantized, also in small models, where int8 does not pay."""
-    module = import_module("graphquant.api.plan")  # as an attribute, this name is the function `plan`
-    monkeypatch.setattr(module, "place_by_cost", lambda _model, plan, _table: plan)
+    monkeypatch.setattr("graphquant.backends.integer_placement.place_by_cost", lambda _model, plan, _table: plan)

@@ -12,8 +12,9 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
-from graphquant import api
+import graphquant as gq
 from graphquant.analysis.diff import diff_models
+from graphquant.api.compare import align_preparation
 from graphquant.api.plan import prepare_and_plan
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.ir.op_matching import match_ops
@@ -46,7 +47,7 @@ def _model(path: Path, change: Callable[[onnx.ModelProto], object] = lambda _: N
     message = onnx.parser.parse_model(TEXT)
     change(message)
     onnx.save(message, path)
-    return api.load(path)
+    return gq.load(path)
 
 
 def _merge(first: Model, second: Model) -> MergedDrawing:
@@ -153,9 +154,9 @@ def test_changes_locate_their_boxes(
 def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
     """Every inserted site of a sample model is a change with annotations."""
     source = samples / "digits_cnn.onnx"
-    plan = prepare_and_plan(api.load(source), by_cost=False)[1]
-    result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8, plan=plan)
-    before, after, _ = api.align_preparation(api.load(source), result.model)
+    plan = prepare_and_plan(gq.load(source), by_cost=False)[1]
+    result = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8, plan=plan)
+    before, after, _ = align_preparation(gq.load(source), result.model)
     merged = _merge(before, after)
     differences = viewer_changes(diff_models(before, after), merged, (before, after))
     assert len(differences) == len(result.inserted)

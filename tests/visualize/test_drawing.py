@@ -10,7 +10,8 @@ import onnx.parser
 import pytest
 from onnx import helper
 
-from graphquant import api
+import graphquant as gq
+from graphquant.api.plan import prepare_for_plan
 from graphquant.errors import UsageError
 from graphquant.ir import QUANTIZATION_KINDS, TensorRef
 from graphquant.ir.op_matching import is_inserted
@@ -40,7 +41,7 @@ def _draw_text(text: str, tmp_path: Path) -> Drawing:
     for node in message.graph.node:
         node.name = node.name.replace("_", "/")
     onnx.save(message, tmp_path / "model.onnx")
-    return model_drawing(api.load(tmp_path / "model.onnx"))
+    return model_drawing(gq.load(tmp_path / "model.onnx"))
 
 
 def _wires(drawing: Drawing) -> list[tuple[str, str, int, tuple[int, ...]]]:
@@ -121,7 +122,7 @@ def test_dynamic_dequantize_has_a_box(tmp_path: Path) -> None:
 
 def test_quantized_constants_and_fan_out(samples: Path) -> None:
     """Every annotation of a quantized model is shown, and no quantization op has a box."""
-    result = api.insert(samples / "digits_cnn.onnx", rules="fixed_point")
+    result = gq.insert(samples / "digits_cnn.onnx", rules="fixed_point")
     drawing = model_drawing(result.model)
     assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert not [box for box in drawing.boxes if box.op.kind in QUANTIZATION_KINDS]
@@ -134,7 +135,7 @@ def test_quantized_constants_and_fan_out(samples: Path) -> None:
 
 def test_insert_annotates_rule_reason_and_histogram(samples: Path) -> None:
     """Inserted sites show rule, reason, scheme and statistics. Skipped uses show the reason."""
-    result = api.insert(
+    result = gq.insert(
         samples / "digits_cnn.onnx", data=f"{samples / 'digits_cnn_calib.npz'}", samples=16, validate=False
     )
     drawing = result_drawing(result)
@@ -162,9 +163,9 @@ def _uses(drawing: Drawing) -> list[tuple]:
 
 def test_plan_is_drawn_on_the_prepared_model(samples: Path) -> None:
     """Each use of each site has its annotation, with the scheme and without a scale."""
-    model = api.load(samples / "digits_cnn.onnx")
-    plan = api.plan(model)
-    drawing = plan_drawing(api.prepare_for_plan(model, plan), plan)
+    model = gq.load(samples / "digits_cnn.onnx")
+    plan = gq.plan(model)
+    drawing = plan_drawing(prepare_for_plan(model, plan), plan)
     assert drawing.planned
     shown = {(box.op.name, shown.slot): shown.annotations for box, shown in _uses(drawing)}
     for number, site in enumerate(plan.sites):
@@ -193,7 +194,7 @@ def _save_model_with_if(path: Path) -> None:
 def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
     """Each branch is a group. Its captures and outputs are wires, and the If refers to both branches."""
     _save_model_with_if(tmp_path / "if.onnx")
-    drawing = model_drawing(api.load(tmp_path / "if.onnx"))
+    drawing = model_drawing(gq.load(tmp_path / "if.onnx"))
     graphs = [group.graph for group in drawing.groups]
     assert graphs == ["choice/else_branch", "choice/then_branch"]
     number = {(box.graph, box.op.name): number for number, box in enumerate(drawing.boxes)}
@@ -212,7 +213,7 @@ def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
 
 def test_tflite_annotations_are_on_wires_and_constants(model_folder: Path) -> None:
     """Scales of TFLite tensors are annotations, and all of them are shown."""
-    drawing = model_drawing(api.load(model_folder / "kws/kws_int8.tflite"))
+    drawing = model_drawing(gq.load(model_folder / "kws/kws_int8.tflite"))
     assert _shown_annotations(drawing) == set(range(len(drawing.annotations)))
     assert {box.inputs for box in drawing.boxes if box.op.kind in {"conv", "depthwise_conv"}} == {"all"}
 
@@ -253,7 +254,7 @@ node { name: "c" op: "Abs" input: "b" input: "^a" input: "^b" attr { key: "T" va
 def test_control_edges_are_not_wires(tmp_path: Path) -> None:
     """Control edges are separate from wires, and stay in a neighborhood."""
     (tmp_path / "m.pbtxt").write_text(PBTXT)
-    drawing = model_drawing(api.load(tmp_path / "m.pbtxt"))
+    drawing = model_drawing(gq.load(tmp_path / "m.pbtxt"))
     name = [box.op.name for box in drawing.boxes]
     edges = sorted((name[source], name[target]) for source, target in drawing.controls)
     assert edges == [("a", "b"), ("a", "c"), ("b", "c")]

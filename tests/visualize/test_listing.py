@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant import api
 from graphquant.analysis.conversion_report import ConversionReport, ConvertedTensor
+from graphquant.api.inspect import inspect_stats
 from graphquant.ir import TensorRef
 from graphquant.visualize import check_report, compare_report, statistics_report, tables, text
 from graphquant.visualize.tables import Column, Table, render_text
@@ -129,13 +129,13 @@ def comparison_of(samples):
 
 def checked_data_of(samples):
     """Return the view of a data check, and its rows."""
-    report = api.check_data(api.load(samples / "digits_cnn.onnx"), "random:2")
+    report = gq.check_data(gq.load(samples / "digits_cnn.onnx"), "random:2")
     return check_report.data_check_view(report), report.inputs
 
 
 def statistics_of(samples):
     """Return the view of statistics, and its rows."""
-    report = api.inspect_stats(gq.calibrate(samples / "digits_cnn.onnx", data="random:2"), None)
+    report = inspect_stats(gq.calibrate(samples / "digits_cnn.onnx", data="random:2"), None)
     return statistics_report.range_report_view(report), report.tensor_ranges
 
 

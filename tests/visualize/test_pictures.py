@@ -19,7 +19,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
-from graphquant import api
+import graphquant as gq
 from graphquant.visualize.drawing import model_drawing, neighborhood
 from graphquant.visualize.graph_export import AsciiGraph, graph_graphml, graph_json, graph_svg
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
@@ -48,14 +48,14 @@ def hostile_drawing(tmp_path: Path) -> Drawing:
     graph = helper.make_graph(nodes, "hostile", inputs, outputs, [weight])
     path = tmp_path / "hostile.onnx"
     path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
-    return model_drawing(api.insert(path, rules="fixed_point").model)
+    return model_drawing(gq.insert(path, rules="fixed_point").model)
 
 
 @pytest.fixture
 def quantized_drawing(samples: Path) -> Drawing:
     """Return the drawing of a quantized sample model."""
     data = str(samples / "digits_cnn_calib.npz")
-    return model_drawing(api.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False).model)
+    return model_drawing(gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, validate=False).model)
 
 
 def unpack_data(text: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_columns_are_consistent(quantized_drawing: Drawing) -> None:
 
 def test_exports_are_reproducible(samples: Path) -> None:
     """Two drawings of one file give the same page and SVG."""
-    drawings = [model_drawing(api.load(samples / "digits_rnn.onnx")) for _ in range(2)]
+    drawings = [model_drawing(gq.load(samples / "digits_rnn.onnx")) for _ in range(2)]
     assert viewer_page(viewer_data(drawings[0])) == viewer_page(viewer_data(drawings[1]))
     assert graph_svg(drawings[0]) == graph_svg(drawings[1])
 
@@ -183,7 +183,7 @@ def _print_ascii_graph(drawing: Drawing, chosen: list[int], encoding: str = "utf
 
 def test_ascii_graph(samples: Path) -> None:
     """The ASCII graph has a line per op, rails for other tensors, and quantized constants below their op."""
-    result = api.insert(samples / "digits_cnn.onnx", rules="fixed_point")
+    result = gq.insert(samples / "digits_cnn.onnx", rules="fixed_point")
     drawing, chosen = neighborhood(model_drawing(result.model), "residual/add", 1)
     assert _print_ascii_graph(drawing, chosen) == (
         "● MaxPool  max_pool  ?x16x4x4\n"

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
-from graphquant import api
+from graphquant.api.compare import plan_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -262,8 +262,8 @@ def test_two_plans(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any
     assert "--model FILE" in result.stderr
     cli("diff", *sides, "--html", tmp_path / "p.html", "--model", model, code=1)
     page = open_viewer(tmp_path / "p.html")
-    first_tensors = [str(site.tensor) for site in api.plan_or_none(sides[0]).sites]
-    second_tensors = [str(site.tensor) for site in api.plan_or_none(sides[1]).sites]
+    first_tensors = [str(site.tensor) for site in plan_or_none(sides[0]).sites]
+    second_tensors = [str(site.tensor) for site in plan_or_none(sides[1]).sites]
     removed = set(first_tensors) - set(second_tensors)
     assert removed
     assert removed <= set(_list_entries(page))

@@ -13,7 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from support.data_files import SAMPLE_DATA
 
-from graphquant import api
+import graphquant as gq
+from graphquant.api.plan import prepare_for_plan
 from graphquant.visualize.annotations import annotation_text
 from graphquant.visualize.drawing import plan_drawing, result_drawing
 from graphquant.visualize.viewer_data import viewer_data, viewer_page
@@ -100,7 +101,7 @@ def _check_every_site(open_viewer: Callable[..., Any], cli: Callable[..., Any], 
     html = model.parent / "page.html"
     cli("inspect", model, "--html", html)
     data = json.loads(cli("inspect", model, "--format", "json").stdout)
-    drawn_graphs = set(api.load(model).reachable_graphs())
+    drawn_graphs = set(gq.load(model).reachable_graphs())
     expected = [
         (_tensor_name(entry["tensor"]), entry) for entry in data["quantization"] if entry["graph"] in drawn_graphs
     ]
@@ -139,7 +140,7 @@ def test_search_finds_every_site_of_a_sample_model(
     name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any], cli: Callable[..., Any]
 ) -> None:
     """Search finds each site by name, with type, scale and zero point."""
-    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=8, validate=False)
+    result = gq.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=8, validate=False)
     _check_every_site(open_viewer, cli, result.save(tmp_path / name))
 
 
@@ -156,7 +157,7 @@ def test_search_finds_every_site_of_a_real_model(
 ) -> None:
     """Search finds each site of a face detector, of nested graphs, and of a SavedModel with functions."""
     spec = data if ":" in data else str(model_folder / data)
-    result = api.insert(model_folder / name, data=spec, samples=1, validate=False)
+    result = gq.insert(model_folder / name, data=spec, samples=1, validate=False)
     _check_every_site(open_viewer, cli, result.save(tmp_path / (model_folder / name).name))
 
 
@@ -210,7 +211,7 @@ def test_per_channel_scales_are_a_plot(digits_page: Path, open_viewer: Callable[
 
 def test_skip_reason_is_shown(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any]) -> None:
     """The panels of an op and its wire show the reason of a skipped use."""
-    result = api.insert(
+    result = gq.insert(
         samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=8, validate=False
     )
     html = tmp_path / "page.html"
@@ -224,10 +225,10 @@ def test_skip_reason_is_shown(tmp_path: Path, samples: Path, open_viewer: Callab
 
 def test_plan_is_labelled(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any]) -> None:
     """The page of a plan is labelled so, shows schemes, and search finds each site."""
-    model = api.load(samples / "digits_cnn.onnx")
-    plan = api.plan(model)
+    model = gq.load(samples / "digits_cnn.onnx")
+    plan = gq.plan(model)
     html = tmp_path / "plan.html"
-    html.write_text(viewer_page(viewer_data(plan_drawing(api.prepare_for_plan(model, plan), plan))), "utf-8")
+    html.write_text(viewer_page(viewer_data(plan_drawing(prepare_for_plan(model, plan), plan))), "utf-8")
     page = open_viewer(html)
     assert "is a plan" in page.locator("#panel").inner_text()
     results = page.evaluate(READ_PANELS, [str(site.tensor) for site in plan.sites])
@@ -566,7 +567,7 @@ def test_page_of_a_single_op(
 
 def test_annotation_texts_match_python(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any]) -> None:
     """The page's annotation texts equal those of Python, except for short type names."""
-    result = api.insert(
+    result = gq.insert(
         samples / "digits_rnn.onnx", data=str(samples / "digits_rnn_calib.npz"), samples=8, validate=False
     )
     drawing = result_drawing(result)

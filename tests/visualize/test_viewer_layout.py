@@ -11,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 from support.data_files import SAMPLE_DATA
 
 import graphquant as gq
-from graphquant import api
 from graphquant.visualize.drawing import model_drawing
 from graphquant.visualize.pages import notebook_html
 from graphquant.visualize.viewer_data import box_label, viewer_data, viewer_page
@@ -160,7 +159,7 @@ def test_boxes_of_a_sample_model_do_not_overlap(
     name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any]
 ) -> None:
     """Boxes, collapsed groups, unfolded ops and frame labels of a quantized sample model do not overlap."""
-    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
+    result = gq.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
     page = open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html"))
     _check_overlaps(page)
     page.evaluate("expandAll(viewer); toggleUnfold(viewer); toggleUnfold(viewer)")
@@ -174,7 +173,7 @@ def test_boxes_of_a_real_model_do_not_overlap(
 ) -> None:
     """The same for real models: a detector, nested graphs, functions, joins of many tensors."""
     spec = data if ":" in data else str(shared / data)
-    result = api.insert(shared / name, data=spec, samples=1, validate=False)
+    result = gq.insert(shared / name, data=spec, samples=1, validate=False)
     _check_overlaps(open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html")))
 
 
@@ -184,7 +183,7 @@ def test_boxes_of_a_quantized_model_do_not_overlap(
     name: str, shared: Path, tmp_path: Path, open_viewer: Callable[..., Any]
 ) -> None:
     """The same for models that other tools quantized."""
-    _check_overlaps(open_viewer(_write_page(model_drawing(api.load(shared / name)), tmp_path / "page.html")))
+    _check_overlaps(open_viewer(_write_page(model_drawing(gq.load(shared / name)), tmp_path / "page.html")))
 
 
 @pytest.mark.slow
@@ -212,7 +211,7 @@ def test_unfolded_inputs_of_one_op_are_in_tiers(tmp_path: Path, open_viewer: Cal
     )
     onnx.save(model, tmp_path / "m.onnx")
     rules = '[scheme.int8]\nbits = 8\n[[rule]]\nname = "joined"\nconsumer = { kind = "concat" }\nquantize = "int8"\n'
-    result = api.insert(tmp_path / "m.onnx", rules=rules, data="random:1", samples=1, validate=False)
+    result = gq.insert(tmp_path / "m.onnx", rules=rules, data="random:1", samples=1, validate=False)
     page = open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html"))
     _check_overlaps(page)
     page.evaluate("expandAll(viewer)")
@@ -226,7 +225,7 @@ PAGES = ("digits_cnn.onnx", "digits_nested.onnx", "digits_rnn_saved_model")
 @pytest.mark.parametrize("name", PAGES)
 def test_first_screen_is_readable(name: str, samples: Path, tmp_path: Path, open_viewer: Callable[..., Any]) -> None:
     """The first screen shows an input of the model, in text of at least 12 pixels, in the drawing and beside it."""
-    result = api.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
+    result = gq.insert(samples / name, data=str(samples / SAMPLE_DATA[name]), samples=4, validate=False)
     page = open_viewer(_write_page(model_drawing(result.model), tmp_path / "page.html"))
     inputs = {op.name for op in result.model.main.ops() if op.kind == "input" and op.read_value is None}
     assert inputs & set(page.evaluate(BOXES_IN_VIEW))
@@ -244,7 +243,7 @@ def test_first_screen_is_readable(name: str, samples: Path, tmp_path: Path, open
 @pytest.mark.slow
 def test_small_model_fits(tmp_path: Path, samples: Path, open_viewer: Callable[..., Any]) -> None:
     """A model that fits at a readable zoom is shown as a whole."""
-    model = api.load(samples / "digits_cnn.onnx")
+    model = gq.load(samples / "digits_cnn.onnx")
     drawing = model_drawing(model)
     page = open_viewer(_write_page(drawing, tmp_path / "page.html"), "stem/conv")
     page.evaluate("viewer.m.rows = 1; fitView(viewer, true)")
@@ -314,13 +313,13 @@ def test_labels_are_the_authors_names(op_type: str, name: str, label: str) -> No
     node = helper.make_node(op_type, reads, ["y"], name=name, domain="" if op_type != "CONV_2D" else "tflite")
     ends = [helper.make_tensor_value_info(end, TensorProto.FLOAT, [1, 3, 4, 4]) for end in "xy"]
     model = helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:], [weight]), ir_version=9)
-    boxes = model_drawing(api.load(model)).boxes
+    boxes = model_drawing(gq.load(model)).boxes
     assert [box_label(box) for box in boxes if box.op.type == op_type] == [label]
 
 
 def test_captured_variables_have_no_box(samples: Path) -> None:
     """Arguments of functions that always get the same variable are drawn on the op that reads them."""
-    drawing = model_drawing(api.load(samples / "digits_cnn_saved_model"))
+    drawing = model_drawing(gq.load(samples / "digits_cnn_saved_model"))
     arguments = [box.op.name for box in drawing.boxes if box.op.type == "_Arg"]
     assert set(arguments) == {"image"}
     (conv,) = [box for box in drawing.boxes if box.op.name == "residual_1/conv"]
@@ -340,7 +339,7 @@ consumer = { kind = "conv", input = "input" }
 quantize = "six"
 """
     data = str(samples / "digits_cnn_calib.npz")
-    result = api.insert(samples / "digits_cnn.onnx", rules=rules, data=data, samples=4, validate=False)
+    result = gq.insert(samples / "digits_cnn.onnx", rules=rules, data=data, samples=4, validate=False)
     drawing = model_drawing(result.model)
     assert not [box.op.name for box in drawing.boxes if box.op.kind in {"max", "min"}]
     ops = [[op_type for op_type, _ in folded] for folded in drawing.folded_ops]

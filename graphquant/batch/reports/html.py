@@ -177,12 +177,12 @@ def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | Non
 
 def _draw_output(outcome: Outcome, page: Path) -> bool:
     """Draw an output; return False if it is unreadable, for example because it changed."""
-    from graphquant import api
+    from graphquant.api.models import load
     from graphquant.visualize.drawing import model_drawing
     from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
     try:
-        drawing = model_drawing(api.load(Path(outcome.output)))
+        drawing = model_drawing(load(Path(outcome.output)))
     except GraphQuantError:
         return False
     with suppress(OSError):  # `write_file` reports it

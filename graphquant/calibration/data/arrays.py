@@ -15,10 +15,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock, Thread
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -56,8 +55,7 @@ ZIP_LOCAL_HEADER_BYTES = 30  # size of the fixed part of the local header before
 ZIP_ENCRYPTED_FLAG = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredArray:
+class _StoredArray(NamedTuple):
     """An array of a file, whose npy form `open_stream` opens, and its fit to a model input."""
 
     array_fit: ArrayFit

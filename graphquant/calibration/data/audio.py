@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ _PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
 _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # streaming writers cannot fill in the size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waves:
+class Waves(NamedTuple):
     """Conversion of a wav file to an input: value = wave * scale, where wave is in [-1, 1].
 
     `shape` is that of a feed, with -1 on a time axis of open size. A `length` of None keeps the length of each wave;

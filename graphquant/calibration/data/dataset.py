@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphquant.calibration.data.files import DataFile, is_remote, list_data_files, wrap_read_errors
 from graphquant.errors import DataError, UsageError, did_you_mean
@@ -37,8 +37,7 @@ PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout"
 """Keys that configure the conversion of images to numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataKind:
+class DataKind(NamedTuple):
     """A kind of data, opened by the function `opener`, "module:function".
 
     `file_pattern` is a regular expression for file names; empty if files do not identify the kind. Samples with fields
@@ -196,8 +195,7 @@ class DataSource:
         return ",".join([self.spec, *(f"{key}={value}" for key, value in {**inputs, **self.keys}.items())])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRequest:
+class DataRequest(NamedTuple):
     """The source of the data and the requirements on it; see `open_data`."""
 
     source: DataSource

@@ -13,9 +13,8 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from graphquant.errors import DataError, GraphQuantError, MissingDependencyError
 from graphquant.utils.atomic_files import LFS_ADVICE, is_lfs_pointer
@@ -43,8 +42,7 @@ FILE_READ_ERRORS: tuple[type[Exception], ...] = (
 """Exceptions that reading a broken file may raise."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(NamedTuple):
     """A file of the data: its path or address, and the fsspec file system of a remote file."""
 
     name: str

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -32,8 +31,7 @@ class MissingArrayError(DataError):
 STRING_DTYPES = frozenset({"string", "str", "object"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayFit:
+class ArrayFit(NamedTuple):
     """Fit of an array to a model input."""
 
     input_name: str  # name of the input

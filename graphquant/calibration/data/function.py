@@ -20,10 +20,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -297,8 +296,7 @@ def _random_values(name: str, index: int, shape: tuple[int, ...], dtype: np.dtyp
     return np.asarray(generator.integers(low, high, shape, np.int64, endpoint=True)).astype(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """A function of outputs and labels, and its name for reports."""
 
     name: str

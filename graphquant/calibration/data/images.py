@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +63,7 @@ MAX_PIXELS = 1 << 27  # maximum number of pixels of an image, before and after r
 MIN_CROP = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pixels:
+class Pixels(NamedTuple):
     """Conversion of an image to numbers: value = (pixel * scale - mean) / std, where pixel is in [0, 255].
 
     `layout` has one letter for each axis of the input. `size` is (width, height), or None to keep them. `resize` is

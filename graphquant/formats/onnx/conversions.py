@@ -10,9 +10,9 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -176,8 +176,7 @@ BodyPath = tuple[tuple[str, str], ...]
 """Path of a body from outside in: the first output of the node that owns each body, and the attribute."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HoistedWeight:
+class _HoistedWeight(NamedTuple):
     """A weight that the converter sees as an input of the model."""
 
     path: BodyPath  # the body that contains the weight; () is the main graph

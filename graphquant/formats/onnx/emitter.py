@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
@@ -55,8 +55,7 @@ IO_DTYPES = frozenset({"float32", "int8", "uint8", "int16", "uint16"})
 DEFAULT_OPSET = 13  # opset of the default domain for a model that had no op of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emission:
+class Emission(NamedTuple):
     """A model as a message, and the names of its tensors there."""
 
     message: Any  # the ModelProto

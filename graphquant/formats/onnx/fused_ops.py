@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -55,8 +55,7 @@ QMOE_ATTRS = ("expert_weight_bits", "block_size", "accuracy_level", "quant_type"
 """Attributes of QMoE that MoE lacks. Other ones, as widths of single weights, are not supported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiftedOp:
+class LiftedOp(NamedTuple):
     """A fused op as it was loaded, or a folded weight and the packed products that share it, and their replacements."""
 
     fused: tuple[tuple[Op, tuple[TensorRef | None, ...]], ...]  # these ops with their inputs

@@ -350,7 +350,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
     uses = [(use, packed) for use in graph.consumers(weight.tensor) if use.graph == graph.name]
     turned = [TensorRef(*use[:2]) for use, _ in uses if is_matrix_transpose(graph.op(use.op))]
     if turned:
-        read = replace(packed, axis=None if packed.axis is None else 1 - packed.axis, shape=(packed.shape or ())[::-1])
+        read = packed._replace(axis=None if packed.axis is None else 1 - packed.axis, shape=(packed.shape or ())[::-1])
         uses += [(use, read) for tensor in turned for use in graph.consumers(tensor) if use.graph == graph.name]
     kinds = {graph.op(use.op).kind for use, _ in uses}
     is_tied = packed.bits == BITS_PER_BYTE and "gather" in kinds and bool(kinds & MATRIX_PRODUCT_KINDS)

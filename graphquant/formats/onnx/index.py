@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onnx import AttributeProto
 
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnnxGraphSource:
+class OnnxGraphSource(NamedTuple):
     """One graph as it was loaded."""
 
     proto: Any  # the GraphProto, or the FunctionProto of a function

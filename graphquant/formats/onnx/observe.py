@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
@@ -137,8 +137,7 @@ def _rearrangement_nodes(
     return nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueOutputs:
+class ValueOutputs(NamedTuple):
     """Graph outputs from which the values of a watched tensor are read."""
 
     # The graph outputs to fetch: one, or three that hold the elements, sizes and ranks of all values.
@@ -184,8 +183,7 @@ class BodyLevel:
         return [body for body in node_bodies(self.node).values() if body is not self.body]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarkedNode:
+class MarkedNode(NamedTuple):
     """A node whose first output is to become a graph output."""
 
     number: int  # position of the watched tensor, which follows the mark
@@ -365,8 +363,7 @@ WatchMode = Literal["values", "values by flag", "sizes"]
 """Watched data: all values in each run, only the values whose flag is set, or the number of elements of each value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(NamedTuple):
     """Source of the values of a watched tensor."""
 
     # Graph outputs of the values; a function has one entry for each of its calls.
@@ -384,8 +381,7 @@ class Probe:
         return [value for source in self.sources for value in source.values(fetched)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchedMessage:
+class WatchedMessage(NamedTuple):
     """A message that returns watched tensors."""
 
     message: Any  # the ModelProto
@@ -451,7 +447,7 @@ class _WatchBuilder:
             if tensor not in probes:
                 continue
             flag = self._flags.get(tensor, "")
-            gated = (replace(source, lifted=True, stacked_axes=source.stacked_axes + 1) for source in sources)
+            gated = (source._replace(lifted=True, stacked_axes=source.stacked_axes + 1) for source in sources)
             probes[tensor] = Probe(sources=tuple(gated if flag else sources), flag=flag)
         return WatchedMessage(
             message=self._message,
@@ -558,7 +554,7 @@ class _WatchBuilder:
         mark.node.CopyFrom(make_node("Loop", [flag, "", flag], [final_carried, values], body=body))
         nodes = (mark.levels[0].body if mark.levels else self._message.graph).node
         nodes.append(publish_node)
-        return replace(mark, node=nodes[-1])
+        return mark._replace(node=nodes[-1])
 
     def _inline_calls(self, inline: Callable[[Any], Any], tensors: Sequence[TensorRef]) -> None:
         """Inline functions, and reject the tensors of functions that remain."""

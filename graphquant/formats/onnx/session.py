@@ -18,7 +18,7 @@ from itertools import count, islice
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -321,8 +321,7 @@ def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
     return OnnxRunner(model, optimizes=optimizes)
 
 
-@dataclass(frozen=True, slots=True)
-class _WatchSession:
+class _WatchSession(NamedTuple):
     """A session that returns watched tensors."""
 
     session: Any  # the session, None if no tensor needs one
@@ -624,8 +623,7 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
     return numbered, session
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizedModel:
+class OptimizedModel(NamedTuple):
     """A model after the optimizations of onnxruntime."""
 
     model: Model  # The optimized model. Values of large weights cannot be read.
@@ -755,8 +753,7 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     return _sum_by_op(_op_durations(events), lookup, runs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpLookup:
+class _OpLookup(NamedTuple):
     """Ops of a message's nodes by node number, and tensors by the names of their values."""
 
     numbered: Sequence[TensorRef]  # an output of each op

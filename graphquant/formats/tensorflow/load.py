@@ -33,6 +33,9 @@ _LEGACY_SCALARS: Final = 24  # older GraphDef versions write a placeholder of un
 _NON_SINK_KINDS: Final = frozenset(
     {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
 )
+_CALLING_KINDS: Final = frozenset({"call", "if", "while", "other", "stateful"})
+"""Kinds of nodes whose attributes may name functions. The attributes of all others need no search."""
+
 _PLACEHOLDER_TYPES: Final = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
@@ -126,7 +129,7 @@ class _ModelLoader:
 
     def _make_op(self, node: Any, inputs: int, names: TensorNames, *, is_saver: bool) -> Op:
         op_info = describe_tf_op(node.op, node.attr, inputs)
-        calls = self._function_calls(node)
+        calls = self._function_calls(node, op_info.kind)
         kind = "call" if calls and not calls[0].attr else op_info.kind
         if is_saver:
             calls, kind = (), "stateful"
@@ -161,13 +164,13 @@ class _ModelLoader:
         reader = self._variables.key_reader(self._variables.checkpoint_key(node))
         return self._learned.get(get_shared_name(node)) if reader is None and LEARNED_ATTR in node.attr else reader
 
-    def _function_calls(self, node: Any) -> tuple[Call, ...]:
+    def _function_calls(self, node: Any, kind: str) -> tuple[Call, ...]:
         """Return the calls of a node, its attributes in alphabetical order."""
         offsets = FUNCTION_ATTRS.get(node.op, {})
         calls = []
         if node.op in self._functions and node.op not in ops.builtin_table():
             calls.append(Call("", node.op, 0))
-        for attr, function in proto.function_attrs(node):
+        for attr, function in proto.function_attrs(node) if kind in _CALLING_KINDS else ():
             if function.name in self._functions:
                 calls.append(Call(attr, function.name, *offsets.get(attr, (None, False))))
             elif attr in offsets:
@@ -291,8 +294,9 @@ def _mark_identities(graph: Graph) -> None:
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through ops that keep them. A read of a variable has the variable's shape."""
     visited: set[str] = set()
+    chain: list[tuple[Op, TensorRef | None]]
     for start in list(graph.ops()):
-        op, chain = start, list[tuple[Op, TensorRef | None]]()
+        op, chain = start, []
         while (
             op.name not in visited and op.kind in _SHAPE_PRESERVING_KINDS and op.outputs and op.outputs[0].shape is None
         ):

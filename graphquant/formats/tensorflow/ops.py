@@ -8,10 +8,9 @@ argument is one tensor, a number of tensors of one type (an attribute holds it),
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow.proto import dtype_name
@@ -24,8 +23,7 @@ _MAX_PORTS: Final = 65_536
 _DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
 
 
-@dataclass(frozen=True, slots=True)
-class ArgSpec:
+class ArgSpec(NamedTuple):
     """An input or output argument of an operation, which stands for one port or several."""
 
     name: str  # the argument's name
@@ -36,8 +34,7 @@ class ArgSpec:
     is_ref: bool = False  # True if the type is a reference to a TF1 variable's buffer
 
 
-@dataclass(frozen=True, slots=True)
-class OpSpec:
+class OpSpec(NamedTuple):
     """An operation."""
 
     name: str  # its type, for instance "MatMul"
@@ -53,27 +50,30 @@ class OpTable:
 
     def __init__(self, lines: Mapping[str, str]) -> None:
         self._lines = lines
+        self._op_defs: dict[str, Any] = {}
         self._specs: dict[str, OpSpec] = {}
 
     def __contains__(self, op_type: object) -> bool:
-        return op_type in self._specs or op_type in self._lines
+        return op_type in self._op_defs or op_type in self._lines
 
     def find_spec(self, op_type: str) -> OpSpec | None:
-        """Return the operation of that name, None if it is unknown."""
+        """Return the operation of that name, None if it is unknown.
+
+        Raises a ModelError if the model defines it with an argument of an unknown type.
+        """
         if op_type not in self._specs and op_type in self._lines:
             self._specs[op_type] = _parse_table_line(op_type, self._lines[op_type])
+        elif op_type not in self._specs and op_type in self._op_defs:
+            self._specs[op_type] = _parse_op_def(self._op_defs[op_type])
         return self._specs.get(op_type)
 
     def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
-        """Return a table with these `OpDef` messages added. A known operation keeps its definition.
-
-        Raises a ModelError if an argument has an unknown type.
-        """
+        """Return a table with these `OpDef` messages added. A known operation keeps its definition."""
         table = OpTable(self._lines)
         table._specs.update(self._specs)
+        table._op_defs.update(self._op_defs)
         for op_def in op_defs:
-            if op_def.name not in table:
-                table._specs[op_def.name] = _parse_op_def(op_def)
+            table._op_defs.setdefault(op_def.name, op_def)
         return table
 
 

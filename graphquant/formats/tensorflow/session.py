@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
@@ -292,8 +292,7 @@ class TensorFlowSession:
             return self.graph.get_operation_by_name(name.partition(":")[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _SessionState:
+class _SessionState(NamedTuple):
     """The variables that runs change: the ops that assign and read them, and their first values."""
 
     setters: list[Any]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ _SPARSE_PARTS: Final = ("", "_1", "_2")
 """Suffixes of the keys under which TensorFlow 2 saves the indices, the values and the shape of a sparse argument."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FedTensors:
+class FedTensors(NamedTuple):
     """The placeholders of one input: one of a dense tensor, or several of a sparse or a ragged one."""
 
     encoding: Literal["dense", "sparse", "ragged"]
@@ -58,8 +57,7 @@ class FedTensors:
         return dict(zip(self.ops, (flat_values, *splits), strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignatureInput:
+class SignatureInput(NamedTuple):
     """An input that data feeds, and the tensors that receive it: one in each signature that takes it."""
 
     spec: InputSpec
@@ -104,7 +102,7 @@ def signature_inputs(model: Model, meta: Any) -> tuple[SignatureInput, ...]:
                 shared = merged[index]
                 spec = replace(shared.spec, signatures=(*shared.spec.signatures, name))
                 targets = tuple(dict.fromkeys((*shared.targets, *entry.targets)))
-                merged[index] = replace(shared, spec=spec, targets=targets)
+                merged[index] = shared._replace(spec=spec, targets=targets)
     return tuple(merged)
 
 

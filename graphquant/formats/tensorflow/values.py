@@ -86,7 +86,7 @@ def decode_shape(message: Any) -> Shape | None:
     """Convert a TensorShapeProto to a shape, None if the rank is unknown."""
     if message.unknown_rank or len(message.dim) > _MAX_RANK:
         return None
-    return tuple(dim.size if dim.size >= 0 else None for dim in message.dim)
+    return tuple([None if (size := dim.size) < 0 else size for dim in message.dim])
 
 
 def decode_attr(value: Any) -> Any:

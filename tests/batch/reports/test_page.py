@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphquant import api
+import graphquant as gq
 from graphquant.batch.reports import write_report
 from graphquant.batch.types import Digests, Outcome, OutcomeMetrics
 
@@ -173,7 +173,7 @@ def test_links_lead_to_graphs(
 ) -> None:
     """Each existing output is drawn once, next to the report, and the link opens its page."""
     output = tmp_path / "out put#1.onnx"
-    api.insert(samples / "digits_cnn.onnx", rules=["weight_only"]).save(output)
+    gq.insert(samples / "digits_cnn.onnx", rules=["weight_only"]).save(output)
     outcome = Outcome(
         name="digits & co#1",
         model="digits.onnx",

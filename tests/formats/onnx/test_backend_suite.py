@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
-from graphquant import api
+import graphquant as gq
 from graphquant.calibration.data import Dataset
 from graphquant.errors import GraphQuantError
 from graphquant.formats import onnx as format_
@@ -192,12 +192,12 @@ def float_outputs(case: Case) -> list[Any] | None:
 def quantize_case(case: Case, rules: str) -> Any:
     """Return the message with QDQ ops, calibrated on its feed; None if there is nothing to insert."""
     model = model_from_message(case.message)
-    plan = api.plan(model, rules=[rules])
+    plan = gq.plan(model, rules=[rules])
     if not plan.sites:
         return None
     batches = Dataset(count=1, digest="", open_feeds=lambda start, stop: iter([case.feeds][start:stop]))
-    stats = api.calibrate(model, plan, batches)
-    result = api.insert(model, plan=plan, stats=stats, allow_empty=True)
+    stats = gq.calibrate(model, plan, batches)
+    result = gq.insert(model, plan=plan, stats=stats, allow_empty=True)
     return format_.emit(result.model) if result.inserted else None
 
 

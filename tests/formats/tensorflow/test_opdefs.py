@@ -172,7 +172,7 @@ def test_bad_definition_is_refused():
     untyped = op_def()
     untyped.output_arg.add(name="y")
     with pytest.raises(ModelError, match=r"argument 'y' .*type 0"):
-        TABLE.with_op_defs([untyped])
+        TABLE.with_op_defs([untyped]).find_spec("Mine")
     odd = op_def()
     odd.output_arg.add(name="y", type=1, number_attr="N")
     odd.attr.add(name="N").default_value.type = 1
