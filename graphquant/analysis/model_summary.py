@@ -154,8 +154,10 @@ def summarize_model(model: Model) -> ModelSummary:
 
 
 def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
-    """Return the weighted ops that a run can reach, and the reasons of those with float inputs."""
-    weighted_ops = ((graph, op) for graph, op in model.reachable_ops() if op.kind in MAC_KINDS)
+    """Return the weighted ops that the outputs need, and the reasons of those with float inputs."""
+    needed = model.needed_ops()
+    ops = ((graph, op) for graph, op in model.reachable_ops() if op.name in needed.get(graph.name, ()))
+    weighted_ops = ((graph, op) for graph, op in ops if op.kind in MAC_KINDS)
     reasons = ((graph, op, _float_input_reason(graph, op)) for graph, op in weighted_ops)
     return tuple(
         OpCoverage(graph=graph.name, op=op.name, kind=op.kind, quantized=not reason, reason=reason)

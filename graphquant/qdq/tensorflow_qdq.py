@@ -307,8 +307,12 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
         self.has_channel_ranges = self.is_v3
 
     def add_unmerged_ops(self, graph: Graph, site: QDQSite) -> TensorRef:
-        """Add the op with the constants of its range, and of its bits for V3."""
+        """Add the op with the constants of its range, and of its bits for V3.
+
+        V3's kernel refuses scalars. V2 computes the same for them, and for tensors that may be scalars.
+        """
         params, dtype = site.params, graph.output(site.tensor).dtype
+        is_v3 = self.is_v3 and bool(site.shape)
         attrs: dict[str, Any] = {
             "T": DataType(dtype or "float32"),
             "signed_input": params.type.signed,
@@ -319,12 +323,13 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
             attrs["axis"] = params.axis
         low, high = (end.astype(dtype) for end in self._range_inputs(site, dtype))
         arguments = {"min": low, "max": high}
-        if self.is_v3:
+        if is_v3:
             arguments["num_bits"] = np.array(params.type.bits, np.int32)
         else:
             mode = TF_ROUND_MODE_NAMES[site.rounding_mode or "half-even"]
             attrs |= {"num_bits": params.type.bits, "round_mode": mode}
-        return self.add_qdq_op(graph, site, self.op_type, attrs, arguments)
+        op_type = "QuantizeAndDequantizeV2" if self.is_v3 and not is_v3 else self.op_type
+        return self.add_qdq_op(graph, site, op_type, attrs, arguments)
 
     def _range_inputs(self, site: QDQSite, dtype: str | None) -> tuple[Array, Array]:
         """Return `input_min` and `input_max`, () or (C,); float64, to be written in the tensor's type."""
@@ -374,11 +379,7 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
                 return (
                     f"{self.op_type} always rounds half to even; omit 'round', or use quantize-and-dequantize-v2 or -v4"
                 )
-            return (
-                f"{self.op_type} takes no scalar; use quantize-and-dequantize-v2 or -v4"
-                if request.shape == ()
-                else None
-            )
+            return None
         if request.axis is not None and not request.is_dynamic:
             return (
                 f'{self.op_type} has no CPU kernel for a range per channel; use per = "tensor", or the family'

@@ -12,6 +12,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -131,8 +132,7 @@ def encode_source_node(op: Op, *, without_data: bool = False) -> str | None:
         return None
     message = op.source
     if without_data:
-        message = type(op.source)()
-        message.CopyFrom(op.source)
+        message = deepcopy(op.source)
         for tensor in _tensor_protos(message):
             for field in tensor.DESCRIPTOR.fields_by_name:
                 if field in _TENSOR_DATA_FIELDS:

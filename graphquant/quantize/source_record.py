@@ -13,6 +13,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,8 +85,7 @@ def large_values(message: Any) -> Iterator[LargeValue]:
 
 def _without_large_values(message: Any, values: Iterable[LargeValue]) -> Any:
     """Return a copy of `message` without its large values, which are `values`."""
-    skeleton = type(message)()
-    skeleton.CopyFrom(message)
+    skeleton = deepcopy(message)
     for value in values:
         holder, field = _find_holder(skeleton, value.path)
         holder.ClearField(field.name)

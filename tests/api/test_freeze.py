@@ -94,6 +94,58 @@ def test_two_keras_files_are_frozen_in_one_process(tmp_path: Path) -> None:
         assert np.allclose(run_model(saved, value), keras.models.load_model(path)(value), atol=1e-6)
 
 
+def test_lookups_in_variables_are_frozen(tmp_path: Path) -> None:
+    """TensorFlow freezes no ResourceGather of a function, whether it is in a call, a loop or a branch."""
+    tf = pytest.importorskip("tensorflow")
+    values = np.random.default_rng(0)
+    module = tf.Module()
+    module.table = tf.Variable(values.normal(size=(50, 8)).astype(np.float32))
+    module.rows = tf.Variable(values.normal(size=(3, 5, 8)).astype(np.float32))
+
+    def take(column: Any) -> Any:
+        return tf.nn.embedding_lookup(module.table, column)
+
+    @tf.function
+    def inner(ids: Any) -> Any:
+        loop = tf.while_loop(
+            lambda step, _: step < 3, lambda step, total: (step + 1, total + take(ids[:, 1])), (0, take(ids[:, 4]))
+        )
+        branch = tf.cond(tf.reduce_sum(ids) > 0, lambda: take(ids[:, 2]), lambda: take(ids[:, 3]))
+        batched = tf.raw_ops.ResourceGather(
+            resource=module.rows.handle, indices=ids[:3, :2] % 5, batch_dims=1, dtype=tf.float32
+        )
+        return take(ids[:, 0]) + tf.gather_nd(module.table, ids[:, :1]) + loop[1] + branch + tf.reduce_sum(batched)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6], tf.int32, name="ids")])
+    def serve(ids: Any) -> Any:
+        return inner(ids)
+
+    tf.saved_model.save(module, str(tmp_path / "net"), signatures=serve)
+    model = gq.load(tmp_path / "net")
+    ids = values.integers(0, 50, (4, 6)).astype(np.int32)
+    assert np.allclose(run_model(gq.freeze(model), ids), run_model(model, ids), atol=1e-5)
+
+
+def test_outputs_of_a_graph_without_signatures_keep_their_names(tmp_path: Path) -> None:
+    """An output that is the only one of its op is not copied. Names of other ports have no colon."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with v1.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, [None, 8], name="x")
+        product = tf.matmul(x, v1.get_variable("w", [8, 6]))
+        tf.nn.relu(product, name="y")
+        tf.split(product, 2, axis=1, name="parts")
+        session.run(v1.global_variables_initializer())
+        v1.train.Saver().save(session, str(tmp_path / "net"))
+    model = gq.load(tmp_path / "net.meta")
+    frozen = gq.freeze(model)
+    assert model.main.outputs == ["@y", "@parts", "@parts:1"]
+    assert frozen.main.outputs == ["@y", "@parts_1", "@parts_1_1"]
+    feeds = {"x": np.ones((2, 8), np.float32)}
+    expected, results = (formats.create_runner(each).run(feeds) for each in (model, frozen))
+    assert all(np.array_equal(*pair) for pair in zip(expected.values(), results.values(), strict=True))
+
+
 def test_a_model_with_state_is_refused_by_its_variable(tmp_path: Path) -> None:
     """A constant cannot replace a variable that runs assign."""
     tf = pytest.importorskip("tensorflow")

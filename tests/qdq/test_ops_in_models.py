@@ -379,9 +379,26 @@ def test_a_range_per_channel_needs_v3(version: int) -> None:
 
 
 def test_types_and_shapes_without_a_kernel() -> None:
-    """Scalars with V3 are not supported; float64 is, and half precision, which is cast to float32."""
+    """V3 supports float64, and half precision, which is cast to float32; V2 replaces it for scalars."""
     why_not = FAMILIES["quantize-and-dequantize-v3"].unsupported_reason
     for dtype in ("float16", "bfloat16"):
         assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,))) is None
-    assert "no scalar" in why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float32", shape=()))
+    assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float32", shape=())) is None
     assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float64", shape=(2,))) is None
+
+
+def test_v2_replaces_v3_for_tensors_that_may_be_scalars(tmp_path):
+    """V3's kernel refuses scalars. A constant is one, and a placeholder of unknown rank may be one."""
+    tf = pytest.importorskip("tensorflow").compat.v1
+    values = np.random.default_rng(0)
+    with tf.Graph().as_default() as graph:
+        x, k = tf.placeholder("float32", [None, 8], name="x"), tf.placeholder("float32", None, name="k")
+        weight = tf.constant(values.normal(size=(8, 4)).astype(np.float32), name="weight")
+        tf.identity(tf.matmul(x * k, weight) / (k * tf.constant(0.3, name="c")), name="out")
+    (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    data = {"x": values.normal(size=(40, 8)).astype(np.float32), "k": np.float32(0.7)}
+    result = gq.insert(tmp_path / "net.pb", family="quantize-and-dequantize-v3", data=data)
+    types = {str(pair.site.tensor): result.model.op(pair.output).type[-2:] for pair in result.inserted}
+    assert {types[name] for name in ("k:0", "c:0")} == {"V2"}
+    assert {types[name] for name in ("x:0", "weight:0")} == {"V3"}
+    assert result.validation.worst_sqnr > 20

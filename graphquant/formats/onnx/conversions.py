@@ -10,6 +10,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
+from onnx import NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies, topological_order
@@ -187,8 +188,7 @@ class _HoistedWeight(NamedTuple):
 
 def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
     """Return a copy for the converter with inputs in place of the larger weights, and these weights."""
-    light = ModelProto()
-    light.CopyFrom(source)
+    light = deepcopy(source)
     inputs = {info.name for info in light.graph.input}
     nested = _graphs_with_paths(light.graph)
     name_counts = Counter(tensor.name for graph, _ in nested for tensor in graph.initializer)
@@ -202,8 +202,7 @@ def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
             and (not path or name_counts[name] == 1)
         ]
         for proto, name, tensor in large_constants:
-            copy = type(proto)()
-            copy.CopyFrom(proto)
+            copy = deepcopy(proto)
             hoisted.append(
                 _HoistedWeight(path=path, name=name, proto=copy, adds_input=bool(path) or name not in inputs)
             )

@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
+from onnx import TensorProto, ValueInfoProto, inliner
 from onnx.helper import make_graph, make_node, make_tensor_sequence_value_info, make_tensor_value_info
 
 from graphquant.errors import UnobservableTensorError
@@ -410,8 +411,7 @@ class _WatchBuilder:
         self._emission = emission
         self._mode = mode
         self._counter = count(1)
-        self._message = ModelProto()
-        self._message.CopyFrom(emission.message)
+        self._message = deepcopy(emission.message)
         functions = [name for name, graph in model.graphs.items() if name and graph.parent is None]
         self._protos: dict[str, Any] = {"": self._message.graph}
         self._protos.update(zip(functions, self._message.functions, strict=True))

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,7 @@ def from_onnx(message: Any) -> Model:
     """Read the model of a ModelProto in memory, which is copied. Raises a ModelError if it is not a complete model."""
     for tensor in filter(is_external, message_tensors(message)):
         external_path(tensor, None)  # raises the error: a message does not name its folder
-    copied = ModelProto()
-    copied.CopyFrom(message)
+    copied = deepcopy(message)
     try:
         return model_from_message(copied)
     except (EncodeError, ValueError) as error:
@@ -200,8 +200,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     text = read_metadata(model).get(RECORD_KEY)
     if text is None:
         return None
-    clean_message = ModelProto()
-    clean_message.CopyFrom(model.source.message)
+    clean_message = deepcopy(model.source.message)
     clear_metadata(clean_message)
     try:
         data = base64.b64decode(text, validate=True)

@@ -10,6 +10,7 @@ import math
 from collections import ChainMap, Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from onnx import (
     AttributeProto,
     GraphProto,
     ModelProto,
-    NodeProto,
     TensorProto,
     ValueInfoProto,
     checker,
@@ -291,8 +291,7 @@ def _evaluated_output(node: Any, types: Mapping[str, Any], values: Mapping[str, 
 
 def _infer_with_values(node: Any, types: dict[str, Any], values: dict[str, Any], part: Any) -> dict[str, Any]:
     """Return the types of the outputs of a node, as far as they follow from the types and values of its inputs."""
-    visible = NodeProto()
-    visible.CopyFrom(node)
+    visible = deepcopy(node)
     if node.domain == HIDDEN_DOMAIN and not _may_crash_inference(node):
         # Nodes that create long vectors do no harm here, because only short values are kept.
         is_guarded = node.op_type in _GUARDED_INPUT_SLOTS
@@ -321,8 +320,7 @@ def evaluate_node(opset_import: Any, node: Any, inputs: Sequence[Array]) -> list
         return None
     from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
 
-    part = NodeProto()
-    part.CopyFrom(node)
+    part = deepcopy(node)
     if node.domain == HIDDEN_DOMAIN:
         part.domain = ""
     values = {f"i{slot}": value for slot, value in zip(slots, inputs, strict=True)}
@@ -449,8 +447,7 @@ def _correct_declared_shapes(message: Any) -> None:
 
     onnxruntime ignores a wrong shape of one tensor, but not if a quantized copy of the tensor declares it again.
     """
-    undeclared = ModelProto()
-    undeclared.CopyFrom(message)
+    undeclared = deepcopy(message)
     for graph in nested_graphs(undeclared.graph):
         for info in (*graph.value_info, *graph.output):
             if info.type.HasField("tensor_type"):
@@ -571,8 +568,7 @@ def _inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
     The origin of the number after `NODE_MARK` is the index of the function and of the node in it, counted through the
     bodies in the order of `nested_graphs`. Raise one of `INFERENCE_ERRORS` if a function cannot be inlined.
     """
-    marked_message = ModelProto()
-    marked_message.CopyFrom(message)
+    marked_message = deepcopy(message)
     origins: list[tuple[int, int]] = []
     for index, function in enumerate(marked_message.functions):
         for node_index, node in enumerate(node for graph in nested_graphs(function) for node in graph.node):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,8 +84,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     record = node_metadata(model.source).get(RECORD_KEY)
     if record is None:
         return None
-    edited = type(model.source.message)()
-    edited.CopyFrom(model.source.message)
+    edited = deepcopy(model.source.message)
     clear_metadata(model.source.graph_def(edited))
     message, unchanged = restore_source(record, edited)
     digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
@@ -94,8 +94,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
 
 def encode_skeleton(model: Model) -> str:
     """Return the source message as text, without the data of its constants."""
-    message = type(model.source.message)()
-    message.CopyFrom(model.source.message)
+    message = deepcopy(model.source.message)
     for node in proto.all_nodes(model.source.graph_def(message)):
         if node.op == "Const" and "value" in node.attr:
             tensor = node.attr["value"].tensor

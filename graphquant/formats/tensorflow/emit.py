@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any, Final
 
 from graphquant.errors import InternalError
@@ -26,8 +27,7 @@ def emit(model: Model, *, to_run: bool = False) -> Any:
     Raises an InternalError if the model contains something that a TensorFlow graph cannot express.
     """
     source: TensorFlowSource = model.source
-    message = type(source.message)()
-    message.CopyFrom(source.message)
+    message = deepcopy(source.message)
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
     if to_run:
         _remove_uncalled_functions(graph_def)

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
-from graphquant.formats.tensorflow.values import set_constant
+from graphquant.formats.tensorflow.values import set_constant, type_number
 from graphquant.ir import FLOAT_TYPES, STORED_KINDS, Model, Parameters, TensorRef, fully_known_shape, reachable
 from graphquant.ir.parameters import MAX_FOLDED_ELEMENTS
 
@@ -38,6 +39,9 @@ _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:
 
 _INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
 """The names that inlining gives to Identity ops for arguments and results."""
+
+_VARIABLE_GATHERS: Final = {"ResourceGather": "GatherV2", "ResourceGatherNd": "GatherNd"}
+"""Ops that read a variable without a ReadVariableOp, and the same ops on its value."""
 
 _LOOP_KINDS: Final = frozenset({"enter", "switch", "merge"})
 
@@ -100,8 +104,7 @@ def with_constants(graph_def: Any, names: Sequence[str], known: Mapping[str, Arr
     """
     tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
-    changed = type(graph_def)()
-    changed.CopyFrom(graph_def)
+    changed = deepcopy(graph_def)
     with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
         v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
         with v1.Session(graph=graph) as session:
@@ -260,7 +263,9 @@ def _freeze_with_tensorflow(
     fetches = list(dict.fromkeys(tensor for signature in signatures for tensor in signature.outputs.values()))
     with session.tf_session:
         ops = [name.partition(":")[0] for name in fetches]
-        constant = v1.graph_util.convert_variables_to_constants(session.tf_session, session.graph.as_graph_def(), ops)
+        definition = session.graph.as_graph_def()
+        _read_variables_before_lookups(definition)
+        constant = v1.graph_util.convert_variables_to_constants(session.tf_session, definition, ops)
     constant = v1.GraphDef.FromString(_with_unique_function_names(constant.SerializeToString()))
     existing = {node.name for node in constant.node}
 
@@ -292,6 +297,26 @@ def _freeze_with_tensorflow(
     return frozen_function.graph.as_graph_def().SerializeToString(), outputs
 
 
+def _read_variables_before_lookups(graph_def: Any) -> None:
+    """Insert a ReadVariableOp before each lookup in a variable: TensorFlow freezes no other op of a function."""
+    for function in graph_def.library.function:
+        names = {node.name for node in function.node_def}
+        for node in [node for node in function.node_def if node.op in _VARIABLE_GATHERS]:
+            node.op, dtype = _VARIABLE_GATHERS[node.op], node.attr["dtype"].type
+            read = function.node_def.add(name=unique_node_name(names, f"{node.name}/read"), op="ReadVariableOp")
+            read.input.append(node.input[0])
+            read.attr["dtype"].type = node.attr["Tparams"].type = dtype
+            node.input[0] = f"{read.name}:value:0"
+            for name in ("dtype", "validate_indices"):
+                node.attr.pop(name, None)
+            if node.op == "GatherV2":
+                axis = function.node_def.add(name=unique_node_name(names, f"{node.name}/axis"), op="Const")
+                value = axis.attr["value"].tensor
+                value.dtype = axis.attr["dtype"].type = node.attr["Taxis"].type = type_number("int32")
+                value.int_val.append(node.attr["batch_dims"].i if "batch_dims" in node.attr else 0)
+                node.input.insert(2, f"{axis.name}:output:0")
+
+
 def _with_unique_function_names(data: bytes) -> bytes:
     """Return a binary GraphDef whose function names contain its digest, and whose branches and loops can be inlined.
 
@@ -318,9 +343,15 @@ def _restore_op_names(
     `proposed_names` has the name of each output tensor, given with its type.
     """
     used_names = {node.name for node in graph_def.node}
-    names = {output: unique_node_name(used_names, key) for output, key in proposed_names.items()}
-    for (tensor, dtype), name in names.items():
-        graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
+    counts = Counter(tensor.partition(":")[0] for tensor, _ in proposed_names)
+    names: dict[tuple[str, int], str] = {}
+    for output, key in proposed_names.items():
+        tensor, dtype = output
+        if tensor == f"{key}:0" and counts[key] == 1:
+            names[output] = key
+            continue
+        names[output] = unique_node_name(used_names, key.replace(":", "_"))
+        graph_def.node.add(name=names[output], op="Identity", input=[tensor]).attr["T"].type = dtype
     bypassed_inputs = {
         node.name: node.input[0]
         for node in graph_def.node

@@ -21,7 +21,7 @@ from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, FUNCTION_ATTRS, VARI
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape
-from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
+from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc, reachable
 
 ARGUMENT_TYPE: Final = "_Arg"
 RESULT_TYPE: Final = "_Retval"
@@ -36,6 +36,7 @@ _NON_SINK_KINDS: Final = frozenset(
 _CALLING_KINDS: Final = frozenset({"call", "if", "while", "other", "stateful"})
 """Kinds of nodes whose attributes may name functions. The attributes of all others need no search."""
 
+_DATA_KINDS: Final = frozenset({"input", "random", "stateful"})
 _PLACEHOLDER_TYPES: Final = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
@@ -74,6 +75,7 @@ class _ModelLoader:
         main = self._model.graphs[""] = Graph("", self._model.graphs)
         self._fill_graph(main, self._graph_def.node, TensorNames(self._graph_def.node, self._op_table, {}))
         main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_filename]
+        self._forget_saver_constants(main)
         if self._meta is None or not self._add_signatures(main, self._meta.signature_def):
             _add_sink_outputs(main)
         _mark_identities(main)
@@ -85,6 +87,12 @@ class _ModelLoader:
         # This builds the functions that a signature or Python code calls. A plan needs no others, which often are most.
         self._model.graphs_reachable_from((*self._model.entry_graphs, *self._model.saved_functions))
         return self._model
+
+    def _forget_saver_constants(self, main: Graph) -> None:
+        """Remove the values of constants that only the saver reads: the checkpoint's contents, in any order."""
+        for op in [op for op in main.ops() if op.kind == "constant"]:
+            if (readers := set(main.successors(op.name))) and readers <= self._saver_ops:
+                main.replace_op(replace(op, read_value=None))
 
     def _build_function(self, name: str, function: Any, graphs: dict[str, Graph]) -> Graph:
         graph = Graph(name, graphs)
@@ -340,11 +348,50 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 
 def _add_sink_outputs(graph: Graph) -> None:
-    for op in list(graph.ops()):
+    """Add an output for each tensor without readers that a run may return.
+
+    A graph that still trains has other such tensors: parts of gradients, the loss, the state of the optimizer, and
+    conditions. They are outputs only if there are no others.
+    """
+    sinks = []
+    for op in graph.ops():
         if op.kind in _NON_SINK_KINDS or op.type in ASSIGN_TYPES or graph.successors(op.name):
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
             is_control = op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
             if output.dtype not in _NON_RESULT_DTYPES and not is_control:
-                add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+                sinks.append((op, port))
+    scopes, differentiated_ops = _gradient_scopes(graph)
+    computed_from_data = set(reachable((op.name for op in graph.ops() if op.kind in _DATA_KINDS), graph.successors))
+    results = [
+        (op, port)
+        for op, port in sinks
+        if op.name in computed_from_data - differentiated_ops
+        and not op.name.startswith(scopes)
+        and not (op.kind == "shape" or _is_condition(graph, op))
+    ]
+    for op, port in results or sinks:
+        add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+
+
+def _gradient_scopes(graph: Graph) -> tuple[tuple[str, ...], set[str]]:
+    """Return the scopes of gradients, and the ops that have gradients: TensorFlow names that of OP "SCOPE/OP_grad"."""
+    scopes, names = set(), set()
+    for op in graph.ops():
+        parts = op.name.split("/")
+        for end in [index for index, part in enumerate(parts) if part.endswith("_grad")]:
+            suffixes = ("/".join(parts[start : end + 1]).removesuffix("_grad") for start in range(1, end + 1))
+            name = next((suffix for suffix in suffixes if suffix in graph), None)
+            if name is not None:
+                names.add(name)
+                scopes.add("/".join(parts[: end + 1]).removesuffix(f"{name}_grad"))
+    return tuple(scopes), names
+
+
+def _is_condition(graph: Graph, op: Op) -> bool:
+    """Return True for an Identity of the condition of a `tf.cond`, whose branches may not read it."""
+    source = next(iter(graph.slots(op.name)), None) if op.kind == "identity" and op.outputs[0].dtype == "bool" else None
+    return source is not None and any(
+        graph.op(name).kind == "switch" for name in (source.op, *(use.op for use in graph.consumers(source)))
+    )

@@ -271,10 +271,10 @@ def save(model: Model, path: Path, progress: Progress | None = None) -> None:  #
     """
     source: TensorFlowSource = model.source
     message = emit(model)
-    write_metadata(message, model)
-    additions = _add_learned_ranges(source, message, learned_ranges(model))
     if (meta := source.meta_graph(message)) is not None:
         update_control_flow_contexts(meta, source.graph_def(source.message))
+    write_metadata(message, model)
+    additions = _add_learned_ranges(source, message, learned_ranges(model))
     try:
         if source.folder is not None:
             _save_folder(source, source.folder, message, path, additions)

@@ -134,6 +134,7 @@ class TensorFlowSession:
         definition = source.graph_def(self.message)
         for message in (*definition.library.function, *proto.all_nodes(definition)):
             message.attr.pop("_XlaMustCompile", None)  # XLA has no queues, and fuses observed tensors
+        _remove_unneeded_shapes(model, definition)
         graph_def = v1.GraphDef.FromString(proto.to_binary(definition))
         self.graph = tensorflow.Graph()
         with self.graph.as_default(), translate_tf_errors(tensorflow):
@@ -290,6 +291,14 @@ class TensorFlowSession:
         """Return the operation that makes the tensor `name`."""
         with translate_tf_errors(self.tf):
             return self.graph.get_operation_by_name(name.partition(":")[0])
+
+
+def _remove_unneeded_shapes(model: Model, graph_def: Any) -> None:
+    """Remove the shapes of ops that no output needs: an older TensorFlow may have inferred others of gradients."""
+    needed = model.needed_ops()[""]
+    for node in graph_def.node:
+        if node.name in model.main and node.name not in needed:
+            node.attr.pop("_output_shapes", None)
 
 
 class _SessionState(NamedTuple):

@@ -10,6 +10,7 @@ import contextlib
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -184,8 +185,7 @@ def _with_batch_size_one(tensorflow: Any, graph_def: Any, signature: FrozenSigna
     Recurrent layers keep their outputs in lists, whose elements have a batch axis that the converter needs to know.
     TFLite's interpreter starts with a batch size of one anyway.
     """
-    single = type(graph_def)()
-    single.CopyFrom(graph_def)
+    single = deepcopy(graph_def)
     nodes = {node.name: node for node in single.node}
     for name in signature.inputs.values():
         axes = nodes[name].attr["shape"].shape.dim
@@ -640,8 +640,7 @@ def _with_fused_biases(model: Model, graph_def: Any) -> Any:
     The converter fuses a bias behind a reshape only if all sizes are known, without a free batch size. The product
     would have no range then, and stay float.
     """
-    changed = type(graph_def)()
-    changed.CopyFrom(graph_def)
+    changed = deepcopy(graph_def)
     nodes = {node.name: node for node in changed.node}
     for op in model.main.ops():
         if op.type != "BiasAdd":
@@ -677,8 +676,7 @@ def _copy_node(graph_def: Any, node: Any, inputs: Sequence[str], used_names: set
 
 def _with_quantized_inputs(model: Model, graph_def: Any, signature: FrozenSignature) -> Any:
     """Return the graph in which each op reads a float input behind a FakeQuant, as it reads an int8 one."""
-    rerouted = type(graph_def)()
-    rerouted.CopyFrom(graph_def)
+    rerouted = deepcopy(graph_def)
     nodes = {node.name: node for node in rerouted.node}
     used_names = set(nodes)
     for name in signature.inputs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from support.cli import run_cli
 from support.tensorflow_models import write_training_graph
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import GraphQuantError, ModelError
 from graphquant.formats.tensorflow.runner import create_runner
 from graphquant.formats.tensorflow.session import last_error_line
@@ -54,6 +56,47 @@ def test_multiply_adds_are_those_that_outputs_need(training_model: Path) -> None
     assert {op.name for op in model.main.ops() if op.type == "MatMul"} > {"product"}
     measured = dict.fromkeys(unsized_tensors(model), 3)
     assert count_macs(model, measured) == {("", "product"): 24}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_training_graph_has_the_outputs_of_inference(tmp_path: Path) -> None:
+    """The loss, gradients, slots and conditions are no outputs. Stale shapes of gradients are no error."""
+    tf = pytest.importorskip("tensorflow")
+    v1, path = tf.compat.v1, tmp_path / "net.meta"
+    with v1.Graph().as_default(), v1.Session() as session:
+        x, label = (v1.placeholder(tf.float32, [None, size], name=name) for name, size in (("x", 8), ("label", 3)))
+        is_training = v1.placeholder(tf.bool, [], name="is_training")
+        hidden = tf.nn.relu(tf.matmul(x, v1.get_variable("w", [8, 16], use_resource=False)), name="hidden")
+        hidden = v1.cond(is_training, lambda: tf.nn.dropout(hidden, rate=0.5), lambda: tf.identity(hidden))
+        logits = tf.matmul(hidden, v1.get_variable("v", [16, 3], use_resource=False), name="logits")
+        tf.nn.sigmoid(logits, name="scores")
+        loss = tf.reduce_mean(tf.square(logits - label), name="loss")
+        step = v1.train.get_or_create_global_step()
+        v1.train.AdamOptimizer(0.01).minimize(loss, step, name="train")
+        session.run(v1.global_variables_initializer())
+        v1.train.Saver().save(session, str(path.with_suffix("")))
+    meta = v1.MetaGraphDef.FromString(path.read_bytes())
+    gradient = next(node for node in meta.graph_def.node if node.name == "gradients/logits_grad/MatMul")
+    gradient.attr["_output_shapes"].list.shape.add().dim.add(size=5)  # as an older TensorFlow inferred it
+    stale = tmp_path / "stale.meta"
+    stale.write_bytes(meta.SerializeToString())
+    for suffix in (".index", ".data-00000-of-00001"):
+        shutil.copy(path.with_suffix(suffix), stale.with_suffix(suffix))
+    data = {"x": np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32), "is_training": np.array(False)}
+    assert gq.load(stale).main.outputs == ["@scores"]
+    frozen = gq.freeze(gq.load(stale))
+    assert (frozen.main.inputs, frozen.main.outputs) == (["x", "is_training"], ["@scores"])
+    result = gq.insert(stale, data=data)
+    assert result.validation.worst_sqnr > 20
+    coverage = summarize_model(result.model).coverage
+    assert [(each.op, each.quantized) for each in coverage] == [("MatMul", True), ("logits", True)]
+    quantized = gq.insert(path, data=data).save(tmp_path / "quantized.meta")
+    assert gq.strip(quantized).exact
+    with v1.Graph().as_default(), v1.Session() as session:
+        v1.train.import_meta_graph(str(quantized)).restore(session, str(quantized.with_suffix("")))
+        feed = {"x:0": data["x"], "label:0": np.ones((40, 3), np.float32), "is_training:0": False}
+        losses = [session.run(["loss:0", "train"], feed)[0] for _ in range(TRAINING_STEPS)]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
