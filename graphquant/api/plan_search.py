@@ -222,10 +222,7 @@ class PlanSearch:
 
     def validate(self, chosen: ChosenPlan) -> Result:
         """Return the validated result of a plan, or of its repair if outputs miss the default target."""
-        state = chosen.workspace.state
-        # Scaled channels would differ from those of the source.
-        like_source = None if state.rescaled_tensors else state.model
-        result = self._validated(chosen.result, like_source)
+        result = self._validated(chosen.result, chosen.workspace.state)
         # The plans of a repair would take many times as long as the rest for so many quantized tensors.
         is_repairable = result.validation is not None and has_few_sites(len(result.inserted)) and self._allows_repair
         if result.validation is None or not is_repairable:
@@ -259,9 +256,11 @@ class PlanSearch:
         repaired = RepairedPlan(workspace=chosen.workspace, plan=plan, built=built, changed_tensors=changed, cost=0.0)
         return self._repaired_result(repaired, repair)
 
-    def _validated(self, result: Result, prepared: Model | None = None) -> Result:
+    def _validated(self, result: Result, state: PreCalibrationState) -> Result:
         """Return the result with its errors on the hold-out; without them if there is no data."""
         inputs = self.inputs
+        # Scaled channels would differ from those of the source.
+        prepared = None if state.rescaled_tensors else state.model
         # An unchanged model needs no data, which may not even fit it.
         holdout = inputs.data.validation_set if result.is_changed else None
         if holdout is None:
@@ -311,7 +310,7 @@ class PlanSearch:
             repair=repair,
         ).with_candidates(repaired.changed_tensors)
         result = make_result(self.inputs.source, workspace.state, repaired.built, trace, workspace.stats)
-        return self._validated(self.inputs.with_integer_types(result))
+        return self._validated(self.inputs.with_integer_types(result), workspace.state)
 
     def _request(
         self, workspace: Workspace, built: BuiltModel, target_sqnr: float, default_sqnr: float | None

@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 # Find BatchNorms that the preceding convolution or matrix product can absorb, by the structure of the graph.
 #
 # Keras 3 writes a BatchNorm out: after constant folding it is a Mul and an Add with one value per channel each. Nets
-# converted from Caffe have such a pair after each BatchNorm; the BatchNorm absorbs it where no convolution can.
+# converted from Caffe have such a pair after each BatchNorm; the BatchNorm absorbs it where no convolution can. Paddle
+# writes the bias of a convolution as an Add behind it, and nets for OCR have a factor and a summand for all channels.
 
 MATRIX_RANK: Final = 2
+AFFINE_OPS: Final = {("Mul", "mul"), ("Add", "add"), ("AddV2", "add")}
 VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
 
 
 class FoldCandidate(NamedTuple):
     """A BatchNorm that may be folded."""
 
-    norm: Op  # the BatchNorm, or the Add at the end of one that is written out
-    mul: Op | None  # the Mul before that Add
+    norm: Op  # the BatchNorm, or the last op of one that is written out
+    affine: tuple[Op, ...]  # the Mul, the Add, or both, of one that is written out
     values: tuple[Use, ...]  # the uses that read scale, offset, mean and variance, or the factor and the summand
-    weighted: Op  # the preceding convolution or matrix product; for a Mul and an Add, perhaps a BatchNorm
+    weighted: Op  # the preceding convolution or matrix product; for a Mul or an Add, perhaps a BatchNorm
     weight: Use  # the use that reads the weight
     bias: Use | None  # the use that reads the bias, or could; None if the bias needs an op of its own
 
@@ -38,11 +40,11 @@ class FoldCandidate(NamedTuple):
 def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parameters) -> FoldCandidate | str | None:
     """Return the ops that a fold would change, or a reason against it; None if there is no BatchNorm to fold."""
     candidate: FoldCandidate | str | None
-    if norm.type in {"Add", "AddV2"} and norm.kind == "add":
-        candidate = _multiply_add_candidate(model, graph, norm, parameters)
+    if (norm.type, norm.kind) in AFFINE_OPS:
+        candidate = _affine_candidate(model, graph, norm, parameters)
     elif norm.kind == "batchnorm" and not batchnorm_trains(norm):
         values = tuple(Use(graph.name, norm.name, slot) for slot in range(1, 5))
-        candidate = _candidate_before(model, graph, norm, None, values, Use(graph.name, norm.name, 0), parameters)
+        candidate = _candidate_before(model, graph, norm, (), values, Use(graph.name, norm.name, 0), parameters)
         if set(graph.consumers_by_port(norm.name)) - {0}:
             candidate = "other outputs of it have consumers"
         elif _has_control_edges(graph, norm.name):
@@ -57,28 +59,36 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
     return candidate
 
 
-def _multiply_add_candidate(model: Model, graph: Graph, add: Op, parameters: Parameters) -> FoldCandidate | None:
-    """Return the candidate of a Mul and an Add by known values."""
-    data = _data_operand_slot(graph, add, parameters)
-    mul = _sole_reader_source(graph, Use(graph.name, add.name, data))
-    if isinstance(mul, str) or mul.kind != "mul" or mul.type != "Mul":
+def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Parameters) -> FoldCandidate | None:
+    """Return the candidate of a Mul, an Add, or a Mul and an Add, by known values."""
+    affine, uses = [last], graph.consumers(TensorRef(graph.name, last.name))
+    adds = [graph.op(use.op) for use in uses if use.graph == graph.name and graph.op(use.op).kind == "add"]
+    if last.kind == "mul" and any(_affine_candidate(model, graph, add, parameters) for add in adds):
+        return None  # the Add folds both
+    start = Use(graph.name, last.name, _data_operand_slot(graph, last, parameters))
+    mul = _sole_reader_source(graph, start)
+    if last.kind == "add" and not isinstance(mul, str) and (mul.type, mul.kind) in AFFINE_OPS and mul.kind == "mul":
+        affine.insert(0, mul)
+        start = Use(graph.name, mul.name, _data_operand_slot(graph, mul, parameters))
+    values = tuple(Use(graph.name, op.name, 1 - _data_operand_slot(graph, op, parameters)) for op in affine)
+    if set(graph.consumers_by_port(last.name)) - {0} or any(_has_control_edges(graph, op.name) for op in affine):
         return None
-    if (
-        set(graph.consumers_by_port(add.name)) - {0}
-        or _has_control_edges(graph, add.name)
-        or _has_control_edges(graph, mul.name)
-    ):
-        return None
-    inner = _data_operand_slot(graph, mul, parameters)
-    values = (Use(graph.name, mul.name, 1 - inner), Use(graph.name, add.name, 1 - data))
     if not all(_reads_parameter(graph, use, parameters) for use in values):
         return None
-    candidate = _candidate_before(model, graph, add, mul, values, Use(graph.name, mul.name, inner), parameters)
-    return candidate if isinstance(candidate, FoldCandidate) else None
+    candidate = _candidate_before(model, graph, last, tuple(affine), values, start, parameters)
+    if isinstance(candidate, str) or (len(affine) == 1 and (candidate.bias is None or model.traits.type_attrs)):
+        return None  # TensorFlow's convolutions have no bias of their own, which an Add alone is then
+    return candidate
 
 
 def _candidate_before(
-    model: Model, graph: Graph, norm: Op, mul: Op | None, values: tuple[Use, ...], start: Use, parameters: Parameters
+    model: Model,
+    graph: Graph,
+    norm: Op,
+    affine: tuple[Op, ...],
+    values: tuple[Use, ...],
+    start: Use,
+    parameters: Parameters,
 ) -> FoldCandidate | str:
     """Return the candidate whose normalization reads, at `start`, a product or a product plus a bias."""
     source, adder, bias = _sole_reader_source(graph, start), None, None
@@ -91,13 +101,11 @@ def _candidate_before(
         source = _sole_reader_source(graph, Use(graph.name, source.name, 0))
     if isinstance(source, str):
         return source
-    reason = None if mul is not None and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
-    if reason is not None or (mul is not None and model.traits.stacked_matmul and source.kind in {"matmul", "gemm"}):
+    reason = None if affine and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
+    if reason is not None or (affine and model.traits.stacked_matmul and source.kind in {"matmul", "gemm"}):
         return reason or "its values may lie along another axis than the channels"
-    channels_first = {
-        _channels_first(op) for op in (norm if mul is None else None, adder, source) if op is not None
-    } - {None}
-    if len(channels_first) > 1 or (mul is not None and True in channels_first):
+    channels_first = {_channels_first(op) for op in (None if affine else norm, adder, source) if op is not None}
+    if len(channels_first - {None}) > 1 or (affine and True in channels_first):
         return f"its channel axis differs from that of {source.name}"
     role_names = ("scale", "offset") if _is_inference_batchnorm(source) else ("weight", "bias")
     if bias is None and role_names[1] in source.roles:
@@ -105,7 +113,7 @@ def _candidate_before(
     weight = Use(graph.name, source.name, source.roles.index(role_names[0]))
     if not all(_reads_parameter(graph, use, parameters) for use in (weight, *values)):
         return f"its values, or the weight of {source.name}, are only known at run time"
-    return FoldCandidate(norm, mul, values, source, weight, bias)
+    return FoldCandidate(norm, affine, values, source, weight, bias)
 
 
 def _keeps_channels(graph: Graph, op: Op) -> bool:
@@ -228,7 +236,8 @@ def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
     for graph, op in model.reachable_ops():
         candidate = find_fold_candidate(model, graph, op, parameters)
         reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
-        if isinstance(reason, str):
+        is_sum_or_product = isinstance(candidate, FoldCandidate) and len(candidate.affine) == 1
+        if isinstance(reason, str) and not is_sum_or_product:
             yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
@@ -243,9 +252,7 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
         return f"its values, or those of {candidate.weighted.name}, are only known at run time"
     shapes = _product_and_factor_shapes(candidate.weighted, weight.shape)
     channels = int(np.prod(shapes[1])) if shapes is not None else 0
-    statistics = (
-        values if candidate.mul is None else _multiply_add_statistics(graph, candidate, values, weight, channels)
-    )
+    statistics = _affine_statistics(graph, candidate, values, weight, channels) if candidate.affine else values
     if weight.dtype != np.float32:
         return f"the weight of {candidate.weighted.name} is {weight.dtype}; only float32 is folded"
     if shapes is None or any(value.shape != (channels,) for value in statistics):
@@ -254,9 +261,8 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
         return f"the bias of {candidate.weighted.name} has no value per output channel"
     scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
     with np.errstate(all="ignore"):
-        factor = scale / np.sqrt(
-            variance + (candidate.norm.numeric_attr("epsilon", 1e-5) if candidate.mul is None else 0.0)
-        )
+        epsilon = 0.0 if candidate.affine else candidate.norm.numeric_attr("epsilon", 1e-5)
+        factor = scale / np.sqrt(variance + epsilon)
         old_bias = 0.0 if bias is None else bias.astype(np.float64).reshape(-1)
         new_bias = (offset + (old_bias - mean) * factor).astype(np.float32)
         new_weight = _scale_output_channels(weight, factor, *shapes)
@@ -268,24 +274,25 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
     return scaled_weight, new_bias
 
 
-def _multiply_add_statistics(
+def _affine_statistics(
     graph: Graph, candidate: FoldCandidate, values: list[Array], weight: Array, channels: int
 ) -> list[Array]:
-    """Return scale, offset, mean and variance, each (C,), of a normalization that is written as a Mul and an Add."""
+    """Return scale, offset, mean and variance, each (C,), of a normalization that is written as a Mul or an Add."""
     shape, trailing_axes = graph.output(TensorRef(graph.name, candidate.norm.name)).shape, 0
     if candidate.weighted.type in {"Conv", "ConvTranspose"}:
         trailing_axes = weight.ndim - 2
     elif candidate.weighted.type == "BatchNormalization":
         trailing_axes = len(shape) - 2 if shape is not None else _MAX_AXES
-    if not trailing_axes:  # one value for all channels, as of a Rescaling layer
-        values = [np.repeat(v, channels) if v.size == 1 and v.ndim <= weight.ndim else v for v in values]
-    axes = [value.ndim - 1 - trailing_axes for value in values]
-    scale, offset = (
-        # A value that differs along other axes gets an axis more, so that its shape is refused.
-        value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
-        for value, axis in zip(values, axes, strict=True)
-    )
-    return [scale, offset, np.zeros_like(scale), np.ones_like(scale)]
+    zeros, ones = np.zeros(channels, np.float32), np.ones(channels, np.float32)
+    operands = {"mul": ones, "add": zeros}
+    for op, value in zip(candidate.affine, values, strict=True):
+        axis = value.ndim - 1 - trailing_axes
+        if value.size == 1 and value.ndim <= weight.ndim:  # one value for all channels, as of a Rescaling layer
+            operands[op.kind] = np.repeat(value, channels)
+        else:
+            # A value that differs along other axes gets an axis more, so that its shape is refused.
+            operands[op.kind] = value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
+    return [operands["mul"], operands["add"], zeros, ones]
 
 
 def _parameter_value(graph: Graph, use: Use, parameters: Parameters) -> Array | None:
@@ -341,9 +348,8 @@ def _apply_fold(
     else:
         product = TensorRef(graph.name, weighted.name)
         result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [product, bias_constant])
-        mul = candidate.mul
-        data = Use(graph.name, norm.name, 0) if mul is None else Use(graph.name, mul.name, 1 - candidate.values[0].slot)
-        end = graph.source_of(data)
+        first, slot = (candidate.affine[0], 1 - candidate.values[0].slot) if candidate.affine else (norm, 0)
+        end = graph.source_of(Use(graph.name, first.name, slot))
         if end is not None and end != product:  # a bias precedes the last parts of a convolution
             (first_part,) = (use for use in graph.consumers(product) if use.op != result.op)
             edits.connect(first_part, result)
@@ -351,9 +357,8 @@ def _apply_fold(
     readers = graph.consumers(TensorRef(graph.name, norm.name))
     for use in readers:
         edits.connect(use, result)
-    edits.remove(graph, norm.name)
-    if candidate.mul is not None:
-        edits.remove(graph, candidate.mul.name)
+    for op in (norm, *candidate.affine[:-1]):
+        edits.remove(graph, op.name)
     output_uses = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
     if output_uses and not model.traits.named_values and not graph.name:
         # Outputs of a GraphDef are fetched by op name.
@@ -370,7 +375,7 @@ def _apply_fold(
             edits.connect(use, renamed_result)
     removable_kinds = frozenset({"constant", "identity", "input"})
     remove_unread_ops(model, stale[:1], removable_kinds, edits)
-    remove_unread_ops(model, stale[1:], removable_kinds if candidate.mul is None else None, edits)
+    remove_unread_ops(model, stale[1:], None if candidate.affine else removable_kinds, edits)
     return edits.to_step(FOLD_BATCHNORM_STEP, graph, norm, f"folded into {weighted.name}", weighted=weighted.name)
 
 

@@ -49,7 +49,7 @@ def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
     for position, name in enumerate(graph.inputs):
         op = graph.op(name)
         if op.read_value is not None:
-            graph.replace_op(replace(op, kind="constant", roles=()))
+            graph.replace_op(replace(op, kind="constant", type="Initializer", roles=()))
             undo = {"position": position, "input": encode_source_node(op)}
             detail = "initializer is no graph input any more"
             yield Step(step=INITIALIZER_INPUTS_STEP, target=name, detail=detail, undo=undo)

@@ -124,7 +124,23 @@ def test_outputs_keep_their_bits(net, tmp_path):
     assert have_same_outputs(source, changed, {"x": x})
 
 
-@pytest.mark.parametrize(("name", "count"), [("digits_cnn.onnx", 4), ("digits_cnn_bn.onnx", 2), ("digits_rnn.onnx", 1)])
+def test_initializers_that_were_inputs_are_scaled(tmp_path):
+    """A weight of a model of IR version 3, which is also an input, is a constant like others once it is prepared."""
+    body, shapes, expected = NETS["depthwise"]
+    image_model_opset_17(tmp_path, body, shapes)
+    message = onnx.load(tmp_path / "model.onnx")
+    for tensor in message.graph.initializer:
+        info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        message.graph.input.append(info)
+    onnx.save(message, tmp_path / "model.onnx")
+    source = prepare(gq.load(tmp_path / "model.onnx"), PREPARED)[0]
+    assert [group.start.op for group in find_channel_groups(source) if not group.obstacle] == expected
+    changed, _ = scale_all_groups(source)
+    x = np.random.default_rng(2).normal(size=(2, 3, 8, 8)).astype(np.float32)
+    assert have_same_outputs(source, changed, {"x": x})
+
+
+@pytest.mark.parametrize(("name", "count"), [("digits_cnn.onnx", 4), ("digits_cnn_bn.onnx", 4), ("digits_rnn.onnx", 1)])
 def test_sample_models_keep_their_bits(name, count):
     """Trained models with residual blocks give the same bits with each free stream scaled."""
     source = prepare(gq.load(ROOT / "sample_models" / name), PREPARED)[0]

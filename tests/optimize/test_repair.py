@@ -207,6 +207,33 @@ def test_little_work_keeps_the_default_plan(outlier_net: Path) -> None:
     assert result.failures == ()
 
 
+def test_weights_are_compared_with_the_prepared_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight of a repaired plan is compared with the one that preparation folded, also behind an Identity."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="c"),
+        helper.make_node("Identity", ["c"], ["i"], name="i"),
+        helper.make_node("Mul", ["i", "f"], ["d"], name="d"),
+        helper.make_node("Conv", ["d", "w"], ["y"], name="y"),
+    ]
+    rng = np.random.default_rng(0)
+    constants = {"w": rng.normal(size=(8, 8, 1, 1)).astype(np.float32), "f": np.array([0.125], np.float32)}
+    infos = [helper.make_tensor_value_info(name, 1, [1, 8, 6, 6]) for name in "xy"]
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    save(model, tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(20, 8, 6, 6)).astype(np.float32))
+    monkeypatch.setattr(plan_search, "DEFAULT_MIN_SQNR", 200.0)
+    result = insert_net(tmp_path, search_time="0.01x")
+    assert result.search is not None
+    assert result.search.repair is not None
+    assert result.validation is not None
+    assert result.validation.comparison is not None
+    errors = [site.local for site in result.validation.comparison.sites if site.parameter]
+    assert len(errors) == 3
+    assert min(error for error in errors if error is not None) > 35
+
+
 @pytest.mark.parametrize("stop_reason", ["work", None])
 def test_a_limit_of_work_keeps_the_float_blocks_found_so_far(
     outlier_net: Path, monkeypatch: pytest.MonkeyPatch, stop_reason: str | None

@@ -426,6 +426,43 @@ def test_a_mul_and_an_add_behind_a_convolution_of_onnx(tmp_path, op, shape):
     )
 
 
+@pytest.mark.parametrize(
+    ("body", "targets"),
+    [
+        ("y = Add (c, t)", ["y"]),
+        ("y = Mul (one, c)", ["y"]),
+        ("d = Add (c, t)\n e = Mul (d, one)\n y = Add (e, one)", ["d", "y"]),
+        ("d = Mul (c, one)\n e = Add (t, d)\n y = Mul (e, t)", ["e", "y"]),
+    ],
+)
+@pytest.mark.parametrize("op", ["Conv (x, w)", "Conv (x, w, b)", "ConvTranspose (x, u)"])
+def test_sums_and_products_behind_a_convolution(tmp_path, op, body, targets):
+    """A bias that is an Add of its own, and a factor or a summand for all channels, as Paddle writes them, fold."""
+    text = f"g (X x) => (Y y) {{ c = {op}\n {body} }}"
+    constants = random_constants(w=(4, 3, 1, 1), u=(3, 4, 1, 1), b=(4,), t=(1, 4, 1, 1), one=(1,))
+    model = load_image_net(tmp_path, text, constants)
+    folded, steps = prepare(model, FOLD)
+    message = onnx_format.emit(folded)
+    assert [step.target for step in steps] == targets
+    assert [node.op_type for node in message.graph.node] == [op.split()[0]]
+    feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
+    np.testing.assert_allclose(
+        run_unoptimized(message, feeds)[0], run_unoptimized(model, feeds)[0], rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "body", ["y = Add (c, p)", "y = Mul (c, p)", "y = Add (c, c)", "d = Relu (c)\n y = Add (d, t)", "y = Add (c, wide)"]
+)
+def test_other_sums_and_products_are_not_folded_or_reported(tmp_path, body):
+    """An embedding of positions, a sum of data and a sum behind an activation are no bias."""
+    text = f"g (X x) => (Y y) {{ c = Conv (x, w)\n {body} }}"
+    constants = random_constants(w=(4, 3, 1, 1), p=(4, 5, 5), t=(4, 1, 1), wide=(1, 1, 1, 1, 1))
+    model = load_image_net(tmp_path, text, constants)
+    assert prepare(model, FOLD) == (model, ())
+    assert find_skipped_steps(model, FOLD) == ()
+
+
 def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
     """A BatchNorm without a convolution before it, as in nets made with Caffe, takes up a Mul and an Add."""
     text = (
@@ -449,7 +486,6 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
     [
         {"f": (5,), "t": (4, 1, 1)},
         {"f": (4, 1, 1), "t": (4, 5, 1)},
-        {"f": (1,), "t": (4, 1, 1)},
         {"f": (5, 1), "t": (5, 1)},
     ],
 )

@@ -126,10 +126,10 @@ def test_the_source_is_there_again(tmp_path):
     model = gq.load(path)
     prepared, steps = prepare(model, tuple(PREPARATION_STEPS))
     assert {step.step for step in steps} == set(PREPARATION_STEPS) - {"inference-batchnorm", "requantize"}
-    assert [step.target for step in steps if step.step == "fold-batchnorm"] == ["n", "p", "r"]
+    assert [step.target for step in steps if step.step == "fold-batchnorm"] == ["n", "p", "q", "r"]
     written = onnx.ModelProto.FromString(onnx_format.emit(prepared).SerializeToString())
     assert [node.op_type for node in written.graph.node] == [
-        *("Conv", "ConvTranspose", "Mul", "Conv", "Clip", "GlobalAveragePool", "Flatten", "MatMul", "Add", "Identity"),
+        *("Conv", "ConvTranspose", "Conv", "Clip", "GlobalAveragePool", "Flatten", "MatMul", "Add", "Identity"),
     ]
     plan = gq.plan(model, rules=["prepare = ['initializer-inputs']\n", "weight_only"])
     read = plan_from_json(json.loads(json.dumps(plan_to_json(replace(plan, steps=steps)))))
