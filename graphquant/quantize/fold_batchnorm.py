@@ -10,7 +10,7 @@ import numpy as np
 
 from graphquant.ir import CONTROL_EDGE, WEIGHTED_KINDS, DataType, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.family import new_constant, new_op
-from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
+from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, ScaledWeight, Step, remove_unread_ops
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -223,14 +223,14 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
                     yield _apply_fold(model, candidate, *folded, parameters)
 
 
-def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
+def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
     """Yield the BatchNorms in inference mode that were not folded, with the reason."""
     parameters = Parameters(model)
     for graph, op in model.reachable_ops():
         candidate = find_fold_candidate(model, graph, op, parameters)
         reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
         if isinstance(reason, str):
-            yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+            yield graph, op, reason
 
 
 def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> tuple[ScaledWeight, Array] | str:
