@@ -192,6 +192,18 @@ def test_steps_of_time_count_as_they_are_fed(tmp_path: Path, steps: int) -> None
     assert validation.total_macs == steps * 16
 
 
+@pytest.mark.parametrize(("size", "agreement"), [("k", None), ("6", 1.0)])
+def test_series_have_no_class(tmp_path: Path, size: str, agreement: float | None) -> None:
+    """The largest value of an output whose only axis has an unknown size is no class."""
+    weight = np.random.default_rng(0).normal(size=(4, 1)).astype(np.float32)
+    body = f"(float[{size}, 4] x) => (float[{size}] y) {{ z = MatMul(x, w) y = Squeeze(z, axes) }}"
+    source = load_onnx(tmp_path, f"g {body}", {"w": weight, "axes": np.array([1])})
+    data = {"x": np.random.default_rng(1).normal(size=(8, 6, 4)).astype(np.float32)}
+    validation = gq.insert(source, data=data, min_sqnr="none").validation
+    assert validation is not None
+    assert [output.agreement for output in validation.comparison.outputs] == [agreement]
+
+
 def test_share_of_quantized_macs_is_a_bound(labelled_net: Path) -> None:
     """--min-quantized is met by the share of multiply-adds whose inputs are all quantized, also without data."""
     call = ("insert", labelled_net / "net.onnx", "--dry-run", "--min-quantized")
