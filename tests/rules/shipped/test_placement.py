@@ -191,7 +191,7 @@ CASES = [
         IMAGE,
         (
             "c = Conv(x, w) d = Conv(x, w3) s = Mul(c, c) u = Mul(d, d) p = Add(s, u) r = Sqrt(p) q = Pow(r, two)"
-            " k = Max(half, q) y = Log(k)"
+            " f = Max(half, q) y = Log(f)"
         ),
         "",
         "",
