@@ -187,9 +187,14 @@ def compared_outputs(first: Runner, second: Runner, outputs: Mapping[str, str]) 
 
 
 def has_classes(runner: Runner, name: str) -> bool:
-    """Return False if a compared tensor holds no class scores, because an op selects boxes from it."""
+    """Return False if a compared tensor holds no class scores.
+
+    That is so if an op selects boxes from it, or if the size of its only axis is unknown: samples or steps of time.
+    """
     selection = runner.selections.get(name) if isinstance(runner, SelectionRunner) else None
-    return selection is None or selection.is_ranking
+    tensor = runner.output_tensors.get(name)
+    is_series = tensor is not None and runner.model.output(tensor).shape == (None,)
+    return not is_series and (selection is None or selection.is_ranking)
 
 
 def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[str]]:

@@ -600,10 +600,14 @@ def measure_tensor_sizes(model: Model, batches: Dataset, runner: Runner | None =
 
     The `runner` of the model is created if needed.
     """
-    tensors_to_measure = unsized_tensors(model)
+    sample = next(batches.feeds_between(0, 1))
+    specs = formats.format_module(model.format).input_specs(model)
+    leading = [sample[spec.name] for spec in specs if spec.name in sample and spec.shape and spec.shape[0] is None]
+    batched = all(len(value) == 1 for value in leading)
+    tensors_to_measure = unsized_tensors(model, batched=batched)
     if not tensors_to_measure:
         return {}
     runner = runner or formats.format_module(model.format).create_runner(model)
     hidden = runner.unobservable(tensors_to_measure)
-    feed = model_inputs(runner, next(batches.feeds_between(0, 1)))
+    feed = model_inputs(runner, sample)
     return runner.element_counts([tensor for tensor in tensors_to_measure if tensor not in hidden], feed)

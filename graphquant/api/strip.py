@@ -79,7 +79,8 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         model, steps_made = prepare(model, [requantize.REQUANTIZE_STEP])
         ops += tuple(TensorRef("", step.target) for step in steps_made)
         remaining += tuple(
-            (leftover.tensor, leftover.reason) for leftover in requantize.skipped_quantization_ops(model)
+            (TensorRef(graph.name, op.name), reason)
+            for graph, op, reason in requantize.remaining_quantization_ops(model)
         )
         model.provenance = {}
     if not ops:

@@ -201,6 +201,7 @@ class Placement:
             if tensor is not None
             and graph.op(member).role(slot) in {"input", "weight"}
             and graph.output(tensor).dtype in FLOAT_TYPES
+            and self.model.op(tensor).kind != "dequantize"
         ]
         input_sites = [self.site_by_use.get(use) for use in data_uses]
         group.fixed = any(site is not None and not _is_plain_byte(site) for site in input_sites)
@@ -212,7 +213,9 @@ class Placement:
             return
         tail_graph, tail = self.model.graphs[group.members[-1][0]], group.members[-1][1]
         uses = [use for uses in tail_graph.consumers_by_port(tail).values() for use in uses]
-        is_quantized = [use in self.site_by_use for use in uses]
+        is_quantized = [
+            use in self.site_by_use or self.model.graphs[use.graph].op(use.op).kind == "quantize" for use in uses
+        ]
         group.quantized_output = bool(uses) and all(is_quantized)
         # An integer product may write floats; other integer ops need a pair after them.
         writes_floats = op.kind in MATRIX_PRODUCT_KINDS and not any(is_quantized) and not self._becomes_gemm(group)
@@ -508,7 +511,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
         outcomes.append((search.time / float_time, int8_groups))
         if outcomes[-1][0] <= TIME_RATIOS[0]:
             break
-    if any(op.rule and op.kind in QUANTIZATION_KINDS for _, op in model.reachable_ops()):
+    if any(op.kind in QUANTIZATION_KINDS for _, op in model.reachable_ops()):
         # What an earlier run left float stays float, unless it is now estimated to be faster on integers.
         outcomes = [outcome for outcome in outcomes if outcome[0] <= TIME_RATIOS[-1]] or [(1.0, [])]
     if not outcomes:

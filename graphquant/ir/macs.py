@@ -96,14 +96,20 @@ def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> di
     return macs
 
 
-def unsized_tensors(model: Model) -> list[TensorRef]:
-    """Return the tensors that `count_macs` needs and whose number of elements is known only when the model runs."""
+def unsized_tensors(model: Model, *, batched: bool = True) -> list[TensorRef]:
+    """Return the tensors that `count_macs` needs and whose number of elements is known only when the model runs.
+
+    If `batched`, a first axis of unknown size counts samples. Otherwise it may count steps of time, for example.
+    """
     parameters, unsized = Parameters(model), dict[TensorRef, None]()
     for graph, op in _counted_ops(model):
         tensors = [_driving_tensor(graph, op)]
         if _macs_per_element(graph, op, parameters, {}) is None:
             tensors += [tensor for tensor, _ in _summed_axes(graph, op)]
-        unsized |= {tensor: None for tensor in tensors if tensor is not None and _elements(graph, tensor, {}) is None}
+        for tensor in tensors:
+            shape = None if tensor is None else graph.output(tensor).shape
+            if tensor is not None and fully_known_shape(shape[1:] if shape and batched else shape) is None:
+                unsized[tensor] = None
     return list(unsized)
 
 

@@ -26,7 +26,7 @@ from graphquant.ir.kinds import (
 from graphquant.ir.types import Call, Op, Shape, TensorRef, Use, follow_to_end, reachable
 
 if TYPE_CHECKING:
-    from graphquant.ir.graph import Model
+    from graphquant.ir.graph import Graph, Model
 
 IMPURE_KINDS = STORED_KINDS | QUANTIZATION_KINDS | {"input", "output", "call", "merge", "random", "stateful", "integer"}
 """Kinds whose outputs do not follow from their inputs alone, or that are quantization already."""
@@ -196,11 +196,8 @@ class Parameters:
         if entering is None or repeated is None or graph.op(repeated.op).kind != "next_iteration":
             return None
 
-        def forwarded(tensor: TensorRef) -> TensorRef | None:
-            is_forwarded = graph.op(tensor.op).kind in {"next_iteration", "identity", "switch"}
-            return graph.source_of(Use(graph.name, tensor.op, 0)) if is_forwarded else None
-
-        return (entering,) if follow_to_end(repeated, forwarded, len(graph)) == merge else None
+        is_passed_on = _is_forwarded(graph, repeated, merge, frozenset({"next_iteration", "identity", "switch"}))
+        return (entering,) if is_passed_on else None
 
     def _argument_sources(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
         """Return the tensors that callers of a function pass for the argument `op`; None if some are unknown."""
@@ -235,15 +232,18 @@ class Parameters:
         graph = self._model.graphs[body]
         if position >= len(graph.outputs):
             return False
-        result = graph.source_of(Use(body, graph.outputs[position], 0))
-        if result is None:
-            return False
+        result, argument = graph.source_of(Use(body, graph.outputs[position], 0)), graph.inputs[position]
+        return result is not None and _is_forwarded(graph, result, TensorRef(body, argument), frozenset({"identity"}))
 
-        def identity_source(tensor: TensorRef) -> TensorRef | None:
-            is_identity = tensor.graph == body and graph.op(tensor.op).kind == "identity"
-            return graph.source_of(Use(body, tensor.op, 0)) if is_identity else None
 
-        return follow_to_end(result, identity_source, len(graph)) == TensorRef(body, graph.inputs[position], 0)
+def _is_forwarded(graph: Graph, tensor: TensorRef, start: TensorRef, kinds: frozenset[str]) -> bool:
+    """Return True if `tensor` is `start`, or ops of `kinds` in the graph of both forward it."""
+
+    def forwarded(current: TensorRef) -> TensorRef | None:
+        is_forwarding = current.graph == graph.name and graph.op(current.op).kind in kinds
+        return graph.source_of(Use(graph.name, current.op, 0)) if is_forwarding else None
+
+    return follow_to_end(tensor, forwarded, len(graph)) == start
 
 
 def weight_ends(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:

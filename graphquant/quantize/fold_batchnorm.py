@@ -10,7 +10,7 @@ import numpy as np
 
 from graphquant.ir import CONTROL_EDGE, WEIGHTED_KINDS, DataType, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.family import new_constant, new_op
-from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
+from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, ScaledWeight, Step, remove_unread_ops
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -230,7 +230,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
                     yield _apply_fold(model, candidate, *folded, parameters)
 
 
-def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
+def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
     """Yield the BatchNorms in inference mode that were not folded, with the reason."""
     parameters = Parameters(model)
     for graph, op in model.reachable_ops():
@@ -238,7 +238,7 @@ def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
         reason = _compute_fold(graph, candidate, parameters) if isinstance(candidate, FoldCandidate) else candidate
         is_sum_or_product = isinstance(candidate, FoldCandidate) and len(candidate.affine) == 1
         if isinstance(reason, str) and not is_sum_or_product:
-            yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+            yield graph, op, reason
 
 
 def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> tuple[ScaledWeight, Array] | str:

@@ -14,7 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from graphquant.ir import (
+    FLOAT_TYPES,
     NO_ATTRS,
     Graph,
     Model,
@@ -27,6 +30,7 @@ from graphquant.ir import (
     paused_gc,
 )
 from graphquant.ir.op_matching import is_barrier
+from graphquant.qdq.family import new_constant
 from graphquant.quantize import fold_batchnorm, requantize, split_fused
 from graphquant.quantize.preparation_undo import (
     Candidate,
@@ -91,7 +95,8 @@ def _constant_node_obstacle(graph: Graph, op: Op) -> str | None:
     return None
 
 
-# Remove ONNX ops that forward their input unchanged: Identity, and Dropout in inference mode.
+# Remove ONNX ops that forward their input unchanged: Identity, and Dropout in inference mode. A Loop forwards each
+# argument that its body returns unchanged, such as the weights of a cell of tf2onnx.
 #
 # TensorFlow's Identity ops stay: they are fetched by name, carry control dependencies and read variables.
 
@@ -112,6 +117,35 @@ def drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
                 edits.connect(use, source)
             edits.remove(graph, op.name)
             yield edits.to_step(step, graph, op, f"its readers read {source}")
+    if step == DROP_IDENTITY_STEP:
+        yield from _drop_loop_invariants(model)
+
+
+def _drop_loop_invariants(model: Model) -> Iterator[Step]:
+    """Let the bodies of ONNX Loops read parameters that each iteration returns unchanged from where they are stored.
+
+    Such an argument is no constant in the body, so that each iteration would quantize a weight anew. The Loop keeps its
+    slots, and passes on a zero.
+    """
+    parameters = Parameters(model)
+    for graph, op in list(_ops_of_named_values(model, {"Loop"})):
+        body = model.graphs[op.calls[0].graph]
+        for slot in range(2, len(body.inputs)):
+            operand = graph.source_of(Use(graph.name, op.name, slot))
+            argument, result = TensorRef(body.name, body.inputs[slot]), TensorRef(graph.name, op.name, slot - 2)
+            uses, returned = body.consumers(argument), Use(body.name, body.outputs[slot - 1], 0)
+            readers = [use for use in (*uses, *graph.consumers(result)) if use != returned]
+            is_named = any(model.graphs[use.graph].op(use.op).kind == "output" for use in readers)
+            if operand is None or is_named or returned not in uses or len(uses) == 1:
+                continue
+            dtype = model.output(operand).dtype
+            if dtype in FLOAT_TYPES and parameters.is_parameter(operand):
+                edits = RecordedEdits(model)
+                for use in readers:
+                    edits.connect(use, operand)
+                zero = new_constant(graph, f"{op.name}/unused", np.zeros((), dtype), op_type="Initializer", rule="")
+                edits.connect(Use(graph.name, op.name, slot), edits.add(graph, zero))
+                yield edits.to_step(DROP_IDENTITY_STEP, graph, op, f"its body reads {operand}")
 
 
 def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
@@ -246,28 +280,15 @@ class Preparation(NamedTuple):
 
     purpose: str  # its purpose, for people
     apply: Callable[[Model], Iterator[Step]]  # changes a model and yields each change
-    # Yields the ops that the step left unchanged, with the reason.
-    find_skipped: Callable[[Model], Iterator[SkippedStep]] | None = None
-
-
-def _find_skipped(
-    step: str, find_candidates: Callable[[Model], Iterable[Candidate]]
-) -> Callable[[Model], Iterator[SkippedStep]]:
-    """Return a function that yields the ops that a step applies to and that an obstacle left unchanged."""
-
-    def find(model: Model) -> Iterator[SkippedStep]:
-        for graph, op, obstacle in find_candidates(model):
-            if obstacle is not None:
-                yield SkippedStep(step=step, tensor=TensorRef(graph.name, op.name), reason=obstacle)
-
-    return find
+    # Returns the ops that the step applies to.
+    find_candidates: Callable[[Model], Iterable[Candidate]] | None = None
 
 
 PREPARATION_STEPS: dict[str, Preparation] = {
     requantize.REQUANTIZE_STEP: Preparation(
         purpose="rules replace the model's quantization by their own",
         apply=requantize.requantize,
-        find_skipped=requantize.skipped_quantization_ops,
+        find_candidates=requantize.remaining_quantization_ops,
     ),
     INITIALIZER_INPUTS_STEP: Preparation(
         purpose="a weight that callers may override is no constant and cannot be quantized ahead of time",
@@ -276,7 +297,7 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     CONSTANT_NODES_STEP: Preparation(
         purpose="runtimes expect weights to be initializers",
         apply=convert_constant_nodes,
-        find_skipped=_find_skipped(CONSTANT_NODES_STEP, _constant_nodes),
+        find_candidates=_constant_nodes,
     ),
     INFERENCE_BATCHNORM_STEP: Preparation(
         purpose="an output must depend on its own sample only, not on the rest of the batch", apply=inference_batchnorm
@@ -284,22 +305,22 @@ PREPARATION_STEPS: dict[str, Preparation] = {
     split_fused.SPLIT_FUSED_STEP: Preparation(
         purpose="runtimes quantize a product and an activation, but no op that joins them",
         apply=split_fused.split_fused_ops,
-        find_skipped=_find_skipped(split_fused.SPLIT_FUSED_STEP, split_fused.fused_ops),
+        find_candidates=split_fused.fused_ops,
     ),
     DROP_IDENTITY_STEP: Preparation(
         purpose="an op that changes nothing prevents fusions in the runtime",
         apply=partial(drop_forwarding_ops, step=DROP_IDENTITY_STEP),
-        find_skipped=_find_skipped(DROP_IDENTITY_STEP, partial(_forwarding_ops, step=DROP_IDENTITY_STEP)),
+        find_candidates=partial(_forwarding_ops, step=DROP_IDENTITY_STEP),
     ),
     DROP_DROPOUT_STEP: Preparation(
         purpose="in inference mode it changes nothing and prevents fusions in the runtime",
         apply=partial(drop_forwarding_ops, step=DROP_DROPOUT_STEP),
-        find_skipped=_find_skipped(DROP_DROPOUT_STEP, partial(_forwarding_ops, step=DROP_DROPOUT_STEP)),
+        find_candidates=partial(_forwarding_ops, step=DROP_DROPOUT_STEP),
     ),
     fold_batchnorm.FOLD_BATCHNORM_STEP: Preparation(
         purpose="a BatchNorm between a product and its quantization keeps the product in float",
         apply=fold_batchnorm.fold_batchnorm,
-        find_skipped=fold_batchnorm.skipped_batchnorms,
+        find_candidates=fold_batchnorm.remaining_batchnorms,
     ),
 }
 """The steps by name, in the order of their application."""
@@ -334,8 +355,9 @@ def find_skipped_steps(prepared: Model, requested: Sequence[str]) -> tuple[Skipp
     """
     skipped = list(find_training_batchnorms(prepared, step_requested=INFERENCE_BATCHNORM_STEP in requested))
     for name, step in PREPARATION_STEPS.items():
-        if name in requested and step.find_skipped is not None:
-            skipped.extend(step.find_skipped(prepared))
+        for graph, op, obstacle in step.find_candidates(prepared) if name in requested and step.find_candidates else ():
+            if obstacle is not None:
+                skipped.append(SkippedStep(step=name, tensor=TensorRef(graph.name, op.name), reason=obstacle))
     return tuple(skipped)
 
 

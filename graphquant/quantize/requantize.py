@@ -18,7 +18,7 @@ from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, Graph, Model, Op, 
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
-from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step, remove_unread_ops
+from graphquant.quantize.preparation_undo import RecordedEdits, Step, remove_unread_ops
 
 REQUANTIZE_STEP: Final = "requantize"
 _SIGN_PRESERVING_KINDS: Final = frozenset(
@@ -85,16 +85,15 @@ def iterate_quantized_tensors(model: Model) -> Iterator[tuple[str, str, bool, QP
             yield graph.name, _float_constant_name(op), True, params
 
 
-def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
-    """Yield ops that quantize or compute on integers and were not removed."""
+def remaining_quantization_ops(model: Model) -> list[tuple[Graph, Op, str]]:
+    """Return the ops that quantize or compute on integers and were not removed."""
     reasons = {
         "integer": "it is an integer op; start from the float model",
         "dequantize": "its integers or its scale are computed at run time",
         "quantize": "an op other than a dequantize op reads its integers",
     }
-    for graph, op in _ops_of_kinds(model, QUANTIZATION_KINDS | {"integer"}):
-        reason = reasons.get(op.kind, "its input is unknown")
-        yield SkippedStep(step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+    ops = _ops_of_kinds(model, QUANTIZATION_KINDS | {"integer"})
+    return [(graph, op, reasons.get(op.kind, "its input is unknown")) for graph, op in ops]
 
 
 def _ops_of_kinds(model: Model, kinds: frozenset[str] | set[str]) -> list[tuple[Graph, Op]]:

@@ -335,15 +335,12 @@ def _add_weight_barriers(model: Model) -> None:
             if model.op(origin).kind != "dequantize" or quantize_op is None or not rule:
                 continue  # the source model has both quantizations
             if data not in barriers:
-                output = graph.output(data)
-                fields = {"kind": "clip", "type": "Clip", "rule": rule, "anchor": model.op(origin).anchor or str(data)}
-                barrier = new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields)
-                barriers[data] = graph.add_op(barrier, [data])
+                barriers[data] = _add_barrier(graph, op, data, rule, model.op(origin).anchor or str(data))
             model.graphs[data.graph].reroute(data, [Use(graph.name, op.name, 0)], barriers[data])
 
 
 def _add_pool_barriers(model: Model) -> None:
-    """Add a Clip without limits between a float MaxPool and a QuantizeLinear.
+    """Add a Clip without limits between a float MaxPool and a QuantizeLinear, also behind ops that move values.
 
     ONNX Runtime moves the QuantizeLinear before the MaxPool. Its int8 MaxPool takes ten times as long as the float one
     unless it is between int8 convolutions.
@@ -353,14 +350,21 @@ def _add_pool_barriers(model: Model) -> None:
             data = graph.source_of(Use(graph.name, op.name, 0))
             uses = graph.consumers_by_port(op.name).get(0, [])
             readers = [model.graphs[use.graph].op(use.op) for use in uses]
+            while len(readers) == 1 and readers[0].kind in MOVED_KINDS:
+                moved_uses = graph.consumers_by_port(readers[0].name).get(0, [])
+                readers = [model.graphs[use.graph].op(use.op) for use in moved_uses]
             if data is None or model.op(data).kind in QUANTIZATION_KINDS or not readers:
                 continue
             if all(reader.kind == "quantize" and reader.rule for reader in readers):
                 tensor = TensorRef(graph.name, op.name)
-                output = graph.output(tensor)
-                fields = {"kind": "clip", "type": "Clip", "rule": readers[0].rule, "anchor": str(tensor)}
-                barrier = new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields)
-                graph.reroute(tensor, uses, graph.add_op(barrier, [tensor]))
+                graph.reroute(tensor, uses, _add_barrier(graph, op, tensor, readers[0].rule, str(tensor)))
+
+
+def _add_barrier(graph: Graph, op: Op, tensor: TensorRef, rule: str, anchor: str) -> TensorRef:
+    """Add a Clip without limits that reads `tensor`, named after `op`; return its output."""
+    output = graph.output(tensor)
+    fields = {"kind": "clip", "type": "Clip", "rule": rule, "anchor": anchor}
+    return graph.add_op(new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields), [tensor])
 
 
 def _find_quantize_op(graph: Graph, name: str, parameters: Parameters) -> Op | None:

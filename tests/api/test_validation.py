@@ -12,6 +12,7 @@ import onnx
 import onnx.parser
 import pytest
 from support.cli import invoke_cli
+from support.onnx_models import load_onnx
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
@@ -178,6 +179,29 @@ def test_nothing_inserted_is_an_error(labelled_net: Path) -> None:
     assert insert_net(labelled_net, *options, "--allow-empty").exit_code == 0
     ruined = ("--rules", labelled_net / "ruined.toml")
     assert invoke_cli("insert", labelled_net / "net.onnx", *ruined, "-o", labelled_net / "two.onnx").exit_code == 0
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_steps_of_time_count_as_they_are_fed(tmp_path: Path, steps: int) -> None:
+    """A first axis of unknown size counts steps of time where a sample has several of them."""
+    weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    source = load_onnx(tmp_path, "g (float[k, 4] x) => (float[k, 4] y) { y = MatMul(x, w) }", {"w": weight})
+    data = {"x": np.random.default_rng(1).normal(size=(8, steps, 4)).astype(np.float32)}
+    validation = gq.insert(source, data=data, min_sqnr="none").validation
+    assert validation is not None
+    assert validation.total_macs == steps * 16
+
+
+@pytest.mark.parametrize(("size", "agreement"), [("k", None), ("6", 1.0)])
+def test_series_have_no_class(tmp_path: Path, size: str, agreement: float | None) -> None:
+    """The largest value of an output whose only axis has an unknown size is no class."""
+    weight = np.random.default_rng(0).normal(size=(4, 1)).astype(np.float32)
+    body = f"(float[{size}, 4] x) => (float[{size}] y) {{ z = MatMul(x, w) y = Squeeze(z, axes) }}"
+    source = load_onnx(tmp_path, f"g {body}", {"w": weight, "axes": np.array([1])})
+    data = {"x": np.random.default_rng(1).normal(size=(8, 6, 4)).astype(np.float32)}
+    validation = gq.insert(source, data=data, min_sqnr="none").validation
+    assert validation is not None
+    assert [output.agreement for output in validation.comparison.outputs] == [agreement]
 
 
 def test_share_of_quantized_macs_is_a_bound(labelled_net: Path) -> None:

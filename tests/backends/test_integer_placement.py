@@ -5,6 +5,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from support.cost_tables import write_cost_table
 from support.onnx_models import load_onnx, run_onnx
@@ -22,6 +23,7 @@ from graphquant.backends.integer_placement import (
 )
 from graphquant.backends.onnxruntime_costs import CostTable
 from graphquant.errors import RuleError, UsageError
+from graphquant.formats.onnx import load as load_model
 from graphquant.quantize import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.options import InsertOptions, PlanOptions
@@ -229,20 +231,38 @@ def test_clamped_product(tmp_path):
     assert quantized_weights(plan) == {"w", "v"}
 
 
-def test_float_pool(tmp_path):
+@pytest.mark.parametrize("moves", ["m = Identity(a)", "t = Transpose<perm = [0, 1, 3, 2]>(a) m = Identity(t)"])
+def test_float_pool(tmp_path, moves):
     """A float MaxPool before a QuantizeLinear is not moved behind it; `strip` removes what prevents that."""
-    body = "a = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x) y = Conv(a, v)"
+    body = f"a = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(x) {moves} y = Conv(m, v)"
     source, _, plan = net(tmp_path, body, v=POINTS)
     samples = np.random.default_rng(1).normal(0, 1, (8, 1, 8, 6, 6)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=samples)
     result = gq.insert(source, plan=plan, data=str(tmp_path / "data.npz"))
     statuses = {verdict.op: verdict.status for verdict in judge_ops(result.model, "onnxruntime")}
-    assert statuses == {"a": "float", "y": "int8"}
+    assert [statuses["a"], statuses["y"]] == ["float", "int8"]
     assert "a/barrier" in result.model.main
     stripped = gq.strip(result.model).model
     assert "a/barrier" not in stripped.main
     expected = run_onnx(source, {"x": samples[0]})[0]
     np.testing.assert_allclose(run_onnx(stripped, {"x": samples[0]})[0], expected, atol=0.05)
+
+
+@pytest.mark.parametrize(("ratio", "quantized"), [(9.0, set()), (0.2, {"w"})])
+def test_quantized_by_another_tool(tmp_path, ratio, quantized):
+    """What another tool left in float stays float, unless it is estimated to be faster on integers."""
+    source, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    partial = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=9.0, conv_pointwise=0.2))
+    samples = {"x": np.random.default_rng(1).normal(0, 1, (8, 1, 8, 6, 6)).astype(np.float32)}
+    message = onnx.load(gq.insert(source, plan=partial, data=samples, min_sqnr="none").save(tmp_path / "partial.onnx"))
+    del message.metadata_props[:]
+    onnx.save(message, tmp_path / "foreign.onnx")
+    foreign = load_model(tmp_path / "foreign.onnx")
+    ruleset = replace(resolve_ruleset(foreign, "onnxruntime"), costs="", algorithms=())
+    prepared, plan = plan_with_rules(foreign, ruleset, select_sites(foreign))
+    placed = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=ratio, conv_pointwise=1.0))
+    assert quantized_weights(placed) == quantized
+    assert bool(placed.sites) == bool(quantized)
 
 
 def test_converted_values(tmp_path):

@@ -154,3 +154,39 @@ def test_statistics_of_the_source_serve_the_prepared_model(tmp_path):
     assert [pair.params.scale.tolist() for pair in with_stats.inserted] == [
         pair.params.scale.tolist() for pair in observed.inserted
     ]
+
+
+LOOP = """(float[1, 4] x, int64 n, bool t) => (float[1, 4] y, float[4, 4] last, float[k, 4, 4] steps) {{
+    y, final, steps = Loop (n, t, x, w) <body = b (int64 i, bool c, float[1, 4] h, float[4, 4] v)
+        => (bool d, float[1, 4] g, float[4, 4] {returned}, float[4, 4] s) {{
+            d = Identity (c)  m = MatMul (h, v)  g = Tanh (m)  s = Identity (v)  {more}
+        }}>
+    last = Neg (final)
+}}"""
+"""A recurrent cell whose weight is an argument of the loop's body, which also returns it in each iteration."""
+
+
+@pytest.mark.parametrize(("returned", "more", "count"), [("v", "", 1), ("u", "u = Neg (v)", 0)])
+def test_loops_read_weights_from_outside(tmp_path, returned, more, count):
+    """A body reads a weight that it returns unchanged from outside, and the loop passes on a zero."""
+    weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    model = load_onnx(tmp_path, f"g {LOOP.format(returned=returned, more=more)}", {"w": weight})
+    prepared, steps = prepare(model, DROP_STEPS)
+    assert [step.step for step in steps if step.detail == "its body reads w:0"] == ["drop-identity"] * count
+    message = onnx_format.emit(prepared)
+    assert [tuple(tensor.dims) for tensor in message.graph.initializer] == [(4, 4), *[()] * count]
+    feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
+    outputs = run_onnx(message, feeds, check=True), run_onnx(model.source.message, feeds, check=True)
+    for first, second in zip(*outputs, strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-6)  # a product with a constant sums in another order
+
+
+def test_weights_of_loops_are_quantized_once(tmp_path):
+    """The int8 weight of a loop's body is a constant with a scale per channel, and `strip` restores the source."""
+    weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    model = load_onnx(tmp_path, f"g {LOOP.format(returned='v', more='')}", {"w": weight})
+    samples = {"x": np.random.default_rng(1).normal(size=(8, 1, 4)), "n": np.array(3), "t": np.array(True)}
+    samples["x"] = samples["x"].astype(np.float32)
+    result = gq.insert(model, data=samples, float_weights=True, min_sqnr="none")
+    assert [site.scheme.per for site in result.plan.sites if site.parameter] == ["channel"]
+    assert gq.strip(result.save(tmp_path / "quantized.onnx")).exact

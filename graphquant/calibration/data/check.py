@@ -393,7 +393,9 @@ def _find_mistakes(
             **_index_findings(stats, use),
         }
         selects_rows = (use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
-        is_content = dtype_kind(numpy_dtype(model_input.dtype)) == "float" or selects_rows
+        is_empty_state = use.starts_states and stats.low == stats.high == 0  # as a recurrent op without one has it
+        is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
+        is_content = (is_float and not is_empty_state) or selects_rows
         for kind, message in input_findings.items():
             # Masks, positions and lengths may be the same in all samples.
             if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:

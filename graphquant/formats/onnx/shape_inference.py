@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap, Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -250,30 +250,58 @@ def infer_types(message: Any, folder: Path | None = None) -> Any:
 
 
 def resolve_computed_shapes(typed_message: Any) -> None:
-    """Add to the main graph of a ModelProto the shapes that depend on computed values, such as those of `x.view(...)`.
+    """Add to the graphs of a ModelProto the shapes that depend on computed values, such as those of `x.view(...)`.
 
-    onnx propagates values through a few ops only. Nodes are visited once, in the order of the graph.
+    onnx propagates values through a few ops only. Nodes of the main graph and of branches are visited once, in order.
     """
-    graph, types, values = typed_message.graph, dict(_declared_types(typed_message.graph)), dict[str, Any]()
+    part = ModelProto(ir_version=MIN_PART_IR_VERSION)
+    part.opset_import.extend(entry for entry in typed_message.opset_import if entry.domain in DEFAULT_DOMAINS)
+    if part.opset_import:
+        _resolve_graph(typed_message.graph, {}, {}, part)
+
+
+def _resolve_graph(graph: Any, types: MutableMapping[str, Any], values: MutableMapping[str, Any], part: Any) -> None:
+    """Add shapes to a graph, and its types and the values of short vectors to those of the graphs around it."""
+    types.update(_declared_types(graph))
     for tensor in graph.initializer:
         types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
         if _has_data(tensor) and math.prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:
             values[tensor.name] = tensor
     infos = {info.name: info for info in (*graph.value_info, *graph.output)}
-    part = ModelProto(ir_version=MIN_PART_IR_VERSION)
-    part.opset_import.extend(entry for entry in typed_message.opset_import if entry.domain in DEFAULT_DOMAINS)
-    for node in graph.node if part.opset_import else ():
+    for node in graph.node:
         names = [name for name in node.input if name]
         if node.domain not in {*DEFAULT_DOMAINS, HIDDEN_DOMAIN} or not all(name in types for name in names):
             continue
-        inferred = _infer_with_values(node, {name: types[name] for name in names}, values, part)
+        if node.op_type == "If":
+            inferred = _resolve_branches(node, types, values, part)
+        else:
+            inferred = _infer_with_values(node, {name: types[name] for name in names}, values, part)
         for name, type_ in inferred.items():
             types[name] = type_
             if type_.tensor_type.HasField("shape"):
                 (infos[name] if name in infos else graph.value_info.add(name=name)).type.CopyFrom(type_)
         sizes = _known_sizes(inferred.get(next(iter(node.output), "")))  # a declared size may be wrong
         if node.op_type in _SHAPE_ARITHMETIC and sizes is not None and math.prod(sizes) <= MAX_SHAPE_ELEMENTS:
-            values |= _evaluated_output(node, types, values, part.opset_import)
+            values.update(_evaluated_output(node, types, values, part.opset_import))
+
+
+def _resolve_branches(
+    node: Any, types: MutableMapping[str, Any], values: MutableMapping[str, Any], part: Any
+) -> dict[str, Any]:
+    """Add shapes to both branches of an If, and return the types of its outputs if its condition is known.
+
+    Exporters write a Squeeze of an axis whose size they do not know as an If of two ranks.
+    """
+    outputs = {}
+    for attr in node.attribute:
+        inner_types = ChainMap[str, Any]({}, types)
+        _resolve_graph(attr.g, inner_types, ChainMap({}, values), part)
+        outputs[attr.name] = [inner_types.get(info.name) for info in attr.g.output]
+    if node.input[0] not in values:
+        return {}
+    is_then = bool(numpy_helper.to_array(values[node.input[0]]).any())
+    chosen = outputs.get("then_branch" if is_then else "else_branch", ())
+    return {name: type_ for name, type_ in zip(node.output, chosen, strict=False) if type_ is not None}
 
 
 def _evaluated_output(node: Any, types: Mapping[str, Any], values: Mapping[str, Any], imports: Any) -> dict[str, Any]:
@@ -289,7 +317,7 @@ def _evaluated_output(node: Any, types: Mapping[str, Any], values: Mapping[str, 
     return {}
 
 
-def _infer_with_values(node: Any, types: dict[str, Any], values: dict[str, Any], part: Any) -> dict[str, Any]:
+def _infer_with_values(node: Any, types: dict[str, Any], values: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """Return the types of the outputs of a node, as far as they follow from the types and values of its inputs."""
     visible = deepcopy(node)
     if node.domain == HIDDEN_DOMAIN and not _may_crash_inference(node):
@@ -301,7 +329,8 @@ def _infer_with_values(node: Any, types: dict[str, Any], values: dict[str, Any],
         with suppress(*INFERENCE_ERRORS, defs.SchemaError):
             schema = defs.get_schema(node.op_type, part.opset_import[0].version)
             imports = part.opset_import
-            return dict(shape_inference.infer_node_outputs(schema, visible, types, values, opset_imports=imports))
+            known = {name: values[name] for name in types if name in values}
+            return dict(shape_inference.infer_node_outputs(schema, visible, types, known, opset_imports=imports))
     return {}
 
 

@@ -466,6 +466,25 @@ def test_ids_of_several_tables(tmp_path) -> None:
     assert gq.insert(model, data=str(save_arrays(tmp_path, ids=ids))).is_changed
 
 
+@pytest.mark.parametrize(
+    ("outputs", "value", "findings"),
+    [("y", 0, []), ("y", 1, ["constant"]), ("y, h", 0, ["constant"])],
+    ids=["zero", "one", "returned"],
+)
+def test_initial_states(tmp_path, outputs: str, value: int, findings: list[str]) -> None:
+    """Zeros are the usual initial state of a recurrent op, unless the model returns the state for the next run."""
+    declared = "float[5, 1, 1, 3] y" + (", float[1, 1, 3] h" if "h" in outputs else "")
+    model = onnx_model(
+        f"g (float[5, 1, 4] x, float[1, 1, 3] s) => ({declared})"
+        f" {{ {outputs} = GRU <hidden_size = 3> (x, w, r, , , s) }}",
+        {"w": np.full((1, 9, 4), 0.1, np.float32), "r": np.full((1, 9, 3), 0.1, np.float32)},
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    x = np.random.default_rng(0).normal(size=(40, 5, 1, 4)).astype(np.float32)
+    data = save_arrays(tmp_path, x=x, s=np.full((40, 1, 1, 3), value, np.float32))
+    assert kinds(gq.check_data(tmp_path / "model.onnx", data)) == findings
+
+
 @pytest.mark.parametrize("replacement", ["means", "x"])
 def test_missing_values(tmp_path, replacement: str) -> None:
     """A model that replaces NaN itself may receive it; another one may not."""

@@ -140,6 +140,22 @@ def test_shapes_that_exporters_compute(tmp_path: Path) -> None:
     assert shapes == [(3, 2, 4, 1, 1), (3, 48), (3, 6, 8), (1, 1, 6)]
 
 
+@pytest.mark.parametrize(("size", "shape"), [(1, (4,)), (2, (2, 4))])
+def test_shapes_behind_branches(tmp_path: Path, size: int, shape: tuple[int, ...]) -> None:
+    """The output of an If has the shape of the branch that runs if its condition follows from sizes of inputs."""
+    text = """(float[N, 4] x) => (y) {
+      s = Shape(x) zero = Constant<value_ints = [0]>() n = Gather(s, zero) one = Constant<value_ints = [1]>()
+      is_one = Equal(n, one) z = If(is_one) <
+        then_branch = t () => (o) { axes = Constant<value_ints = [0]>() o = Squeeze(x, axes) },
+        else_branch = e () => (q) { q = Neg(x) }
+      > y = Relu(z)
+    }"""
+    model = gq.load(write_untyped_model(text, tmp_path / "m.onnx"))
+    bound = format_module("onnx").bind_input_shapes(model, {"x": (size, 4)})
+    outputs = {op.name: op.outputs[0] for graph in bound.graphs.values() for op in graph.ops() if op.outputs}
+    assert [outputs[name].shape for name in "yq"] == [shape, (size, 4)]
+
+
 RUNTIME_TYPED_MODELS = [
     "(float[N, 4] x) => (float[M, K] y) { a = com.microsoft.Gelu(x) b = Relu(a) y = com.microsoft.Gelu(b) }",
     "(float[N, 4] x) => (float[M, K] y) { b = Relu(a) y = Neg(b) a = com.microsoft.Gelu(x) }",

@@ -186,6 +186,16 @@ CASES = [
         "",
     ),
     (IMAGE, "c = Conv(x, w) h = Slice(c, one, eight, one) y = Sin(h)", "c>h h>y w>c x>c", "c h"),
+    # both squares of a spectrum from two convolutions, before a root and a logarithm with a limit
+    (
+        IMAGE,
+        (
+            "c = Conv(x, w) d = Conv(x, w3) s = Mul(c, c) u = Mul(d, d) p = Add(s, u) r = Sqrt(p) q = Pow(r, two)"
+            " f = Max(half, q) y = Log(f)"
+        ),
+        "",
+        "",
+    ),
     (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
     # masks of attention: the sum with one stays float, and so do the scores before it
     (
