@@ -115,6 +115,7 @@ class Validation:
     calibrated_on_other_data: bool = False  # True if the statistics are from other data
     # Number of parts of the samples, each measured with the ranges of the others; 0 for a single hold-out.
     folds: int = 0
+    saturated_tensors: frozenset[str] = frozenset()  # tensors whose ranges end where their readers saturate
     # SQNR in dB, without the optimizations of ONNX Runtime, of the outputs that they make worse.
     unoptimized_sqnr: Mapping[str, float] = field(default_factory=dict)
 
@@ -127,13 +128,14 @@ class Validation:
     def worst_sites(self) -> tuple[SiteFigures, ...]:
         """Quantized tensors with the largest error first: by sensitivity if it was measured, else by local error.
 
-        Biases are omitted without sensitivities. The local error of a small bias is large, but it is negligible in the
-        sum to which the bias is added.
+        Biases and saturated tensors are omitted without sensitivities. The local error of a small bias is large, but
+        negligible in the sum to which the bias is added, and readers remove the error of values beyond their limits.
         """
         sites = () if self.comparison is None else self.comparison.sites
         if self.has_sensitivity:
             return tuple(site for site in sites if site.sensitivity is not None and site.sensitivity < math.inf)
-        return tuple(site for site in sites if site.local is not None and site.local < math.inf and not site.bias)
+        sites = tuple(site for site in sites if not site.bias and site.tensor not in self.saturated_tensors)
+        return tuple(site for site in sites if site.local is not None and site.local < math.inf)
 
     @property
     def has_sensitivity(self) -> bool:

@@ -275,7 +275,8 @@ class PlanSearch:
             validation = replace(validation, comparison=with_sensitivity(validation.comparison, trace.sensitivity.sqnr))
         if trace is not None and trace.search_validation is not None:
             validation = _with_fold_outputs(validation, trace.search_validation)
-        return replace(result, validation=validation)
+        names = frozenset(map(str, result.saturated_tensors))
+        return replace(result, validation=replace(validation, saturated_tensors=names))
 
     def _misses_target(self, built: BuiltModel, validation: Validation) -> bool:
         """Return True if an output misses the target on the hold-out, or nearly does and misses it in the calibration.

@@ -290,8 +290,9 @@ def _affine_statistics(
         if value.size == 1 and value.ndim <= weight.ndim:  # one value for all channels, as of a Rescaling layer
             operands[op.kind] = np.repeat(value, channels)
         else:
-            # A value that differs along other axes gets an axis more, so that its shape is refused.
-            operands[op.kind] = value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
+            # A value that differs along other axes, or adds one, gets an axis more, so that its shape is refused.
+            is_vector = 0 <= axis <= (1 if trailing_axes else axis) and value.shape[axis] == value.size
+            operands[op.kind] = value.reshape(-1) if is_vector else value[None]
     return [operands["mul"], operands["add"], zeros, ones]
 
 

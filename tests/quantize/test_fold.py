@@ -452,12 +452,16 @@ def test_sums_and_products_behind_a_convolution(tmp_path, op, body, targets):
 
 
 @pytest.mark.parametrize(
-    "body", ["y = Add (c, p)", "y = Mul (c, p)", "y = Add (c, c)", "d = Relu (c)\n y = Add (d, t)", "y = Add (c, wide)"]
+    "body",
+    [
+        *("y = Add (c, p)", "y = Mul (c, p)", "y = Add (c, c)", "d = Relu (c)\n y = Add (d, t)"),
+        *("y = Add (c, wide)", "y = Mul (c, fifth)"),
+    ],
 )
 def test_other_sums_and_products_are_not_folded_or_reported(tmp_path, body):
-    """An embedding of positions, a sum of data and a sum behind an activation are no bias."""
+    """An embedding of positions, a sum of data, a sum behind an activation and one that adds an axis are no bias."""
     text = f"g (X x) => (Y y) {{ c = Conv (x, w)\n {body} }}"
-    constants = random_constants(w=(4, 3, 1, 1), p=(4, 5, 5), t=(4, 1, 1), wide=(1, 1, 1, 1, 1))
+    constants = random_constants(w=(4, 3, 1, 1), p=(4, 5, 5), t=(4, 1, 1), wide=(1, 1, 1, 1, 1), fifth=(1, 1, 4, 1, 1))
     model = load_image_net(tmp_path, text, constants)
     assert prepare(model, FOLD) == (model, ())
     assert find_skipped_steps(model, FOLD) == ()
