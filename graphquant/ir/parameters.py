@@ -146,8 +146,7 @@ class Parameters:
             if current in self._sources:
                 stack.pop()
                 continue
-            sources = self._required_sources(current)
-            if sources is None:
+            if (sources := self._required_sources(current)) is None:
                 self._sources[current] = None
                 stack.pop()
                 continue
@@ -199,8 +198,7 @@ class Parameters:
         if tensor.graph not in self._input_positions:
             names = self._model.graphs[tensor.graph].inputs
             self._input_positions[tensor.graph] = {name: position for position, name in enumerate(names)}
-        position = self._input_positions[tensor.graph].get(op.name)
-        if position is None:
+        if (position := self._input_positions[tensor.graph].get(op.name)) is None:
             return None
         operands: dict[TensorRef, None] = {}
         for caller, call in callers:
@@ -222,8 +220,7 @@ class Parameters:
         graph = self._model.graphs[body]
         if position >= len(graph.outputs):
             return False
-        result = graph.source_of(Use(body, graph.outputs[position], 0))
-        if result is None:
+        if (result := graph.source_of(Use(body, graph.outputs[position], 0))) is None:
             return False
 
         def identity_source(tensor: TensorRef) -> TensorRef | None:

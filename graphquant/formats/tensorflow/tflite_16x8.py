@@ -247,8 +247,7 @@ class _GraphRewriter:
 
     def _quantized_weight(self, index: int) -> int | None:
         """Return the integers of a float weight that is rounded already, with its channels on the first axis."""
-        values = self.constant(index)
-        if values is None:
+        if (values := self.constant(index)) is None:
             return None
         largest = np.abs(values).max(axis=(1, 2, 3)).astype(np.float64)
         scale = np.where(largest > 0, largest, 1) / INT8_STEPS
