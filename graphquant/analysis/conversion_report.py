@@ -147,8 +147,7 @@ def _accept_rounded_floats(
     constants = list(_real_constants(converted, {line.name for line in lines}))
     for index, (insertion, line) in enumerate(zip(inserted, lines, strict=True)):
         if insertion.site.parameter and line.index is None and isinstance(insertion.params, QParams):
-            value = parameters.value(insertion.site.tensor)
-            if value is None:
+            if (value := parameters.value(insertion.site.tensor)) is None:
                 continue
             rounded = np.sort(dequantize(quantize(value, insertion.params), insertion.params), axis=None)
             for output, values, scale in constants:
@@ -304,8 +303,7 @@ def _equal_tensors(model: Model, parameters: Parameters, tensor: TensorRef) -> I
         yield from (source for source in sources if source is not None)
     elif op.kind in _NEUTRAL_VALUES and len(sources) == len(("operand", "constant")):
         yield from _unchanged_operands(op, sources, parameters)
-    first = next((source for source in sources if source is not None), None)
-    if first is None:
+    if (first := next((source for source in sources if source is not None), None)) is None:
         return
     for reader in _readers(graph, first):
         other = graph.op(reader)

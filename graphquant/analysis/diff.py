@@ -192,8 +192,7 @@ def _passed_tensors(model: Model, callers: dict[str, list[tuple[Use, Call]]], us
         results = [TensorRef(caller.graph, caller.op, position) for caller in calls]
         is_returned = results and all(position < len(model.op(result).outputs) for result in results)
         return [TensorRef(use.graph, use.op), *results] if is_returned else []
-    offset = _call_offset(reader)
-    if offset is None:
+    if (offset := _call_offset(reader)) is None:
         return []
     inputs = [(call.graph, model.graphs[call.graph].inputs) for call in reader.calls]
     is_passed = all(0 <= use.slot - offset < len(names) for _, names in inputs)
@@ -396,8 +395,7 @@ def _quantization_by_use(model: Model) -> dict[Use, list[QuantizationOp]]:
 
 
 def _describe_quantization(quantization_op: QuantizationOp) -> str:
-    params = quantization_op.params
-    if params is None:
+    if (params := quantization_op.params) is None:
         return f"{quantization_op.type}, its scale is computed"
     if isinstance(params, DynamicQParams):
         return f"{params.type.name}, the range of each run"

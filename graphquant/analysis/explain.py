@@ -215,8 +215,7 @@ def _scale_key(quantization_op: QuantizationOp) -> object:
 
 
 def _describe_params(quantization_op: QuantizationOp) -> str:
-    params = quantization_op.params
-    if params is None:
+    if (params := quantization_op.params) is None:
         return "with a scale that is computed at run time"
     if not isinstance(params, QParams):
         return f"to {params.type.name} with the range of each run"
@@ -282,8 +281,7 @@ def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:
 
 def _placeholder_range(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float]:
     """Placeholder range: the range of a Relu or Clip, slightly narrowed, else symmetric or nonnegative."""
-    ends = clip_limits(model, parameters, tensor)
-    if ends is None:
+    if (ends := clip_limits(model, parameters, tensor)) is None:
         return (0.0, 1.0) if model.op(tensor).kind in NONNEGATIVE_KINDS else (-1.0, 1.0)
     low = ends[0] if math.isfinite(ends[0]) else min(ends[1], 0.0) - 1
     return low, (low + ends[1]) / 2 if math.isfinite(ends[1]) else max(low, 0.0) + 1

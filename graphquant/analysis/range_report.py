@@ -167,8 +167,7 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
     """Add the cost, and the ranges of other observers on `grid`."""
     if tensor_range.params is None or tensor_range.sketch is None or tensor_range.sketch.inf or grid is None:
         return tensor_range
-    cost = estimate_cost(tensor_range.sketch, tensor_range.params)
-    if cost is None:
+    if (cost := estimate_cost(tensor_range.sketch, tensor_range.params)) is None:
         return tensor_range
     is_auto = tensor_range.method == "auto"
     methods = CALIBRATION_METHODS if compare_methods else ("auto", "minmax", "mse") if is_auto else ()

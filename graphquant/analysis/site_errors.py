@@ -252,8 +252,7 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
 
 def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: TensorRef, shape: tuple[int, ...]) -> Array:
     """Read a float weight in the shape of the quantized one."""
-    value = float_weights.matching_value(quantized_weight)
-    if value is None:
+    if (value := float_weights.matching_value(quantized_weight)) is None:
         raise InternalError(f"the float weight of {quantized_weight} no longer exists.")
     return value.reshape(shape)
 

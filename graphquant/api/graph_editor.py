@@ -433,8 +433,7 @@ def _enclosing_op(tensor: Tensor, use: Use) -> str | None:
     """Return the op of `tensor`'s graph that the use belongs to, directly or through nested bodies."""
     graph, op = use.graph, use.op
     while graph != tensor.graph.name:
-        parent = tensor.graph.graphs[graph].parent
-        if parent is None:
+        if (parent := tensor.graph.graphs[graph].parent) is None:
             return None
         graph, op = parent
     return op

@@ -21,6 +21,7 @@ from graphquant.api.calibrate import calibrate_command_line, resolve_stats
 from graphquant.api.models import as_model, select_signatures
 from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
 from graphquant.calibration.calibrate import CalibrationRun, calibrate_model
+from graphquant.calibration.data import as_data_spec
 from graphquant.calibration.holdout import open_model_data
 from graphquant.calibration.stats import Stats, select_stats
 from graphquant.calibration.targets import plan_targets
@@ -93,7 +94,7 @@ def _solve_with_data(model: Model, prepared: Model, plan: Plan, settings: Explai
         stats = resolve_stats(settings.stats)
         stats = select_stats(stats, targets, model.digest, calibrate_command_line(model, plan, settings.plan))
     else:
-        data = open_model_data(prepared, settings.data or "", None)
+        data = open_model_data(prepared, as_data_spec("" if settings.data is None else settings.data), None)
         stats = calibrate_model(prepared, targets, data, CalibrationRun(model_digest=model.digest))
     return solve_scales(prepared, plan, stats.sketches, stats.unobservable)
 
@@ -142,7 +143,7 @@ def check_data(model: Model | str | Path, data: Any, *, samples: int | None = No
         ModelError: The model cannot be read.
         UsageError: The model is a TFLite model.
     """
-    from graphquant.calibration.data import as_data_spec, open_data, split_by_signature
+    from graphquant.calibration.data import open_data, split_by_signature
     from graphquant.calibration.data.check import check_dataset
     from graphquant.calibration.holdout import complete_model_data
 

@@ -469,8 +469,7 @@ class PlacementSearch:
         """Return the best label of each group for both labels of its parent, and add its time to that of the parent."""
         choices = {}
         for index in reversed(range(len(parents))):
-            position = parents[index]
-            if position is None:
+            if (position := parents[index]) is None:
                 continue
             chosen = []
             for parent_label in (0, 1):

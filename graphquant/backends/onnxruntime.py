@@ -189,8 +189,7 @@ class _RuntimeJudge:
 
     def _judge(self, graph: Graph, op: Op) -> Verdict:
         key = graph.name, op.name
-        host_key = self.hosts[key]
-        if host_key is None:
+        if (host_key := self.hosts[key]) is None:
             return make_verdict(graph, op, "removed", "")
         host_graph, host = self.optimized.model.graphs[host_key[0]], self._host_op(host_key)
         is_own = self.optimized.origins.get(host_key, key) == key

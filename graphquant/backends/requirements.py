@@ -229,8 +229,7 @@ class _TablePredictor:
         return tail
 
     def _judge_op(self, graph: Graph, op: Op, tail: Op) -> Verdict:
-        requirements = self.table.rows.get(op.kind)
-        if requirements is None:
+        if (requirements := self.table.rows.get(op.kind)) is None:
             message = f"{self.table.name} has no integer kernel for {op.type}"
             no_kernel_rule = BrokenRule("no-kernel", message, "keep it in float, and quantize only the ops around it")
             return make_verdict(graph, op, "float", op.type, no_kernel_rule)
@@ -286,8 +285,7 @@ class _TablePredictor:
 
     def _final_verdict(self, by_op: Mapping[tuple[str, str], Verdict], graph: Graph, op: Op) -> Verdict:
         """Return the verdict of an op, or the verdict of the op that it is fused with."""
-        host_name = self.fused_into.get((graph.name, op.name))
-        if host_name is None:
+        if (host_name := self.fused_into.get((graph.name, op.name))) is None:
             return by_op[graph.name, op.name]
         host_verdict = by_op[graph.name, host_name]
         if host_verdict.status == "int8":

@@ -114,8 +114,7 @@ class _BatchRun:
         pending = []
         for entry in self._entries:
             inputs = self._inputs[entry.name] = self._read_inputs(entry)
-            outcome = self._finished_outcome(entry, inputs)
-            if outcome is not None:
+            if (outcome := self._finished_outcome(entry, inputs)) is not None:
                 self.outcome_by_name[entry.name] = outcome
                 yield outcome
                 continue
@@ -182,8 +181,7 @@ class _BatchRun:
 
     def _complete_outcome(self, entry: Entry, outcome: Outcome) -> Outcome:
         """Complete a processed outcome with the digests of its inputs, and store its output in the cache."""
-        inputs = self._inputs[entry.name]
-        if inputs is None:
+        if (inputs := self._inputs[entry.name]) is None:
             return outcome
         digests = replace(
             inputs.digests, rules=outcome.digests.rules or inputs.digests.rules, output=outcome.digests.output

@@ -44,8 +44,7 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
         return OutcomeMetrics(exact=True)
     if result.validation is None:
         return None
-    comparison = result.validation.comparison
-    if comparison is None:
+    if (comparison := result.validation.comparison) is None:
         return OutcomeMetrics(problem=result.validation.problem)
     problem = next((f"output {output.name!r}: {output.problem}" for output in comparison.outputs if output.problem), "")
     problem = "every output is empty for all samples" if comparison.all_empty else problem

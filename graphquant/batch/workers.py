@@ -183,8 +183,7 @@ class _WorkerProcess:
 
     def poll_outcome(self, limits: WorkerLimits, on_progress: ProgressCallback | None) -> Outcome | None:
         """Return the outcome of the entry, None while it runs."""
-        attempt = self.attempt
-        if attempt is None:
+        if (attempt := self.attempt) is None:
             return None
         exited = self.exited  # checked before the last messages are read, so that none is lost
         try:

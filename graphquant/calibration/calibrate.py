@@ -96,8 +96,7 @@ def observe_feeds(
     an upper bound of the elements of all tensors in one run, None to measure it; `budget` bytes may hold values. There
     are about `run_count` feeds; if they are few and small, one run follows the other.
     """
-    first = next(feeds, None)
-    if first is None:
+    if (first := next(feeds, None)) is None:
         return
     groups, max_elements = group_observed_tensors(runner, tensors, first[0], max_elements, budget)
     if run_count is not None and max_elements * run_count < MIN_CONCURRENT_ELEMENTS:

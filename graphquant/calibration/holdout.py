@@ -112,8 +112,7 @@ def open_required_labels(
     """Open the data with its labels; return it and the key of the labels. Raises a DataError if these are missing."""
     from graphquant.calibration.data import open_data
 
-    name = next((name for name in CLASS_KEYS if name in dataset.ignored), None)
-    if name is None:
+    if (name := next((name for name in CLASS_KEYS if name in dataset.ignored), None)) is None:
         raise DataError(
             f"{data} has no 'labels', which an accuracy bound needs. Add an integer array with the class index of each"
             " sample."

@@ -112,8 +112,7 @@ class Stats(HtmlRepresentation):
     @checks_types
     def missing_reason(self, tensor: TensorRef) -> str:
         """Return the reason why a target has no values, or "" if it has some."""
-        sketch = self.sketches.get(tensor)
-        if sketch is None:
+        if (sketch := self.sketches.get(tensor)) is None:
             return self.unobservable.get(tensor, "no sample reached it")
         return "" if sketch.count else f"it was empty in all {sketch.empty_arrays} observations"
 

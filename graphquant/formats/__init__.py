@@ -253,15 +253,9 @@ def detect_format(path: Path) -> str:
         models = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES) if path.parent.is_dir() else []
         listed = f" Models in that folder: {join_limited(models, 5)}." if models else ""
         raise ModelError(f"There is no file {path}.{did_you_mean(path.name, models) or listed}")
-    if path.name in SUFFIXES:
-        raise ModelError(
-            f"{path} has no name before its suffix. Rename it and its checkpoint files, for example to"
-            f" model{path.name} and model.index."
-        )
     if path.suffix not in SUFFIXES:
-        raise ModelError(
-            f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."
-        )
+        problem = "no name before its suffix" if path.name in SUFFIXES else f"the unknown suffix {path.suffix!r}"
+        raise ModelError(f"{path} has {problem}. Supported: {', '.join(SUFFIXES)} and SavedModel folders.")
     return SUFFIXES[path.suffix]
 
 

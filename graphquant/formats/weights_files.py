@@ -87,8 +87,7 @@ def open_weights_file(path: Path) -> Iterator[HashingWriter]:
     A command that can be resumed goes on with the file of a process that was interrupted. Raises an OSError if the file
     cannot be written.
     """
-    partial = finished_part("weights")
-    if partial is None:
+    if (partial := finished_part("weights")) is None:
         with atomic_file(path.with_name(f"{path.name}.data"), lambda: weights_path(path, writer.digest)) as file:
             writer = HashingWriter(file)
             yield writer

@@ -157,8 +157,7 @@ class Parameters:
             if current in self._sources:
                 stack.pop()
                 continue
-            sources = self._required_sources(current)
-            if sources is None:
+            if (sources := self._required_sources(current)) is None:
                 self._sources[current] = None
                 stack.pop()
                 continue
@@ -207,8 +206,7 @@ class Parameters:
         if tensor.graph not in self._input_positions:
             names = self._model.graphs[tensor.graph].inputs
             self._input_positions[tensor.graph] = {name: position for position, name in enumerate(names)}
-        position = self._input_positions[tensor.graph].get(op.name)
-        if position is None:
+        if (position := self._input_positions[tensor.graph].get(op.name)) is None:
             return None
         operands: dict[TensorRef, None] = {}
         for caller, call in callers:

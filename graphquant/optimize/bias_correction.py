@@ -81,8 +81,7 @@ class BiasStore:
 
         `shift` is float64 (C,). If another op adds the bias, the op's output does not contain it, nor earlier shifts.
         """
-        use = weighted.bias
-        if use is None:
+        if (use := weighted.bias) is None:
             return weighted.no_bias_reason
         original = self._values[use] if use in self._values else self._read_bias(weighted, use, len(shift))
         if isinstance(original, str):
@@ -111,8 +110,7 @@ class BiasStore:
         params = self._params_at(use)
         if params is not None and params.type.bits < BIAS_BITS:
             return f"its bias has {params.type.bits} bits, whose steps are as large as the correction"
-        tensor = self._original_model.graphs[use.graph].source_of(use)
-        if tensor is None:
+        if (tensor := self._original_model.graphs[use.graph].source_of(use)) is None:
             return np.zeros(channels)
         value = self._parameters.value(tensor)
         is_channel_last = weighted.axes is not None and weighted.axes.channel == weighted.axes.rank - 1
@@ -126,8 +124,7 @@ class BiasStore:
         return f"its bias has the shape {list(value.shape)}"
 
     def _fits_integers(self, use: Use, value: Array) -> bool:
-        params = self._params_at(use)
-        if params is None:
+        if (params := self._params_at(use)) is None:
             return True
         step_sizes = broadcast_along_axis(params.scale.astype(np.float64), params.axis, value.ndim)
         return bool(np.max(np.abs(value) / step_sizes, initial=0.0) <= params.type.limits()[1])

@@ -353,8 +353,7 @@ class _ChannelGroupFinder:
         self, group: ChannelGroup, use: Use, layout: ChannelLayout, op: Op, *, reads_group: bool = False
     ) -> str:
         """Add a constant with one value per channel. Return the obstacle, or ""."""
-        shape = self._source_shape(use)
-        if shape is None:
+        if (shape := self._source_shape(use)) is None:
             return "the value that is added or multiplied is only known at run time"
         if op.kind in NORM_KINDS | {"bias_add"}:
             output_shape = self.model.output(TensorRef(use.graph, op.name)).shape

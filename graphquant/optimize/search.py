@@ -251,8 +251,7 @@ class _SearchStages:
 
     def choose_weight_bits(self, trace: SearchTrace) -> SearchTrace:
         """Choose the weight bit widths of least error within the budget, or of least size within the bounds."""
-        budget = self.objective.size_budget
-        if budget is None:
+        if (budget := self.objective.size_budget) is None:
             minimizes_size = self.objective.minimize == "size" and self.objective.bounds and self.search_set is not None
             return self._minimize_size(trace) if minimizes_size else trace
         max_size = parse_size_budget(budget, model_constant_bytes(self.source))

@@ -337,8 +337,7 @@ class _PlanSearch:
                 base_selection, missed = self._best[0], 0
                 ops = high_precision_ops(self._groups, base_selection)
                 waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
-            selection = self._next_untried(waiting, target_sqnr)
-            if selection is None:
+            if (selection := self._next_untried(waiting, target_sqnr)) is None:
                 break
             missed += not self._try_selection(selection).met
             waiting.append(selection)

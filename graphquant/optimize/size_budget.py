@@ -130,8 +130,7 @@ class WeightBitsChooser:
         }
 
         def reason_at(index: int) -> str:
-            site = replacements[index]
-            if site is None:
+            if (site := replacements[index]) is None:
                 return f"float weights fit {goal}"
             dtype = site.scheme.type
             bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name

@@ -212,8 +212,7 @@ def measure_input_moments(
                 [matrix_input_rows(op, form, np.asarray(value, np.float32)) for value in values.get(tensor, ())]
                 for values in values_by_model
             )
-            product = _sum_products(rows, rows)
-            if product is None:
+            if (product := _sum_products(rows, rows)) is None:
                 continue
             sums[position] = add_gram_product(sums[position], product)
             cross_product = _sum_products(float_rows[0], rows) if float_rows and not form.kernel else None

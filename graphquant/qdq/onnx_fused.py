@@ -93,8 +93,7 @@ def fused_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -
 
 def _has_row_blocks(weight: PackedWeight, shape: Shape) -> bool:
     """Return True if GatherBlockQuantized reads a table: blocks along its last axis, or bytes with a scale per row."""
-    block = weight.block
-    if block is None:
+    if (block := weight.block) is None:
         return weight.axis == 0 and len(shape) == 2 and weight.bits == BITS_OF_BYTES  # noqa: PLR2004  # rows and columns
     is_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0 and weight.axis == len(shape) - 1
     return is_block and len(shape) > 1 and (weight.bits == 4 or (weight.bits == BITS_OF_BYTES and len(shape) == 2))  # noqa: PLR2004

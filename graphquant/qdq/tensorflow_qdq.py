@@ -110,8 +110,7 @@ class TensorFlowFamily(QDQFamily):
             return _add_cast(graph, site, self.add_ops(graph, replace(site, tensor=wide)), dtype, dtype)
         if site.merged_shape is None:
             return self.add_unmerged_ops(graph, site)
-        shape = fully_known_shape(site.shape)
-        if shape is None:
+        if (shape := fully_known_shape(site.shape)) is None:
             raise InternalError(f"{site.tensor} has a merged shape but no static shape. The plan must reject it.")
         reshaped = _add_reshape(graph, site, site.tensor, site.merged_shape, "flat")
         merged_site = replace(site, tensor=reshaped, shape=site.merged_shape, merged_shape=None)
@@ -245,8 +244,7 @@ class FakeQuantFamily(TensorFlowFamily):
             return None
         if request.args.form == "args":
             return 'FakeQuantWithMinMaxArgs has one range for the whole tensor; use form = "vars" per channel'
-        shape = fully_known_shape(request.shape)
-        if shape is None:
+        if (shape := fully_known_shape(request.shape)) is None:
             return "FakeQuant per channel needs the tensor's static shape"
         if request.range_source == "learned" and math.prod(shape[request.axis + 1 :]) != 1:
             return (

@@ -266,8 +266,7 @@ class Worklist:
 
     def _meet_bias_fit(self, fit: BiasFitLimit) -> bool:
         """Raise the scale of the weight if necessary; return False if the limit cannot hold."""
-        needed = _min_weight_scale(self.state, fit)
-        if needed is None:
+        if (needed := _min_weight_scale(self.state, fit)) is None:
             return True
         index = self.state.index_by_use[fit.weight]
         if not self.state.is_movable(index):

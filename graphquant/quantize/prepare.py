@@ -189,8 +189,7 @@ def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) 
     """Return True if a Dropout may change its input."""
     if model.opset < _INFERENCE_BY_DEFAULT_OPSET:
         return not op.attrs.get("is_test")
-    training_mode = graph.source_of(Use(graph.name, op.name, 2))
-    if training_mode is None:
+    if (training_mode := graph.source_of(Use(graph.name, op.name, 2))) is None:
         return False
     value = parameters.value(training_mode)
     return value is None or bool(value.any())
@@ -214,8 +213,7 @@ def inference_batchnorm(model: Model) -> Iterator[Step]:
     """Make BatchNorms in training mode use their moving statistics, so that samples are independent."""
     parameters = Parameters(model)  # no value changes by this
     for graph, op in _tensorflow_training_batchnorms(model):
-        statistics = _moving_statistics(graph, op, parameters)
-        if statistics is None:
+        if (statistics := _moving_statistics(graph, op, parameters)) is None:
             continue
         edits = RecordedEdits(model)
         edits.replace(graph, replace(op, attrs={**op.attrs, "is_training": False}))

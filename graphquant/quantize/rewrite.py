@@ -263,8 +263,7 @@ def _find_stored_constant(
 
 def _reread_weight(parameters: Parameters, tensor: TensorRef) -> Array:
     """Read a weight again that was found before."""
-    value = parameters.value(tensor)
-    if value is None:
+    if (value := parameters.value(tensor)) is None:
         raise InternalError(f"the weight {tensor} is missing.")
     return value
 

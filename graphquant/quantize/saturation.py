@@ -124,8 +124,7 @@ def _evaluate_op(
     if not operands or any(operand is None for operand in operands):
         return None
     first, *others = (operand for operand in operands if operand is not None)
-    limits = clip_limits(model, parameters, result)
-    if limits is not None:
+    if (limits := clip_limits(model, parameters, result)) is not None:
         return np.clip(first, *limits)
     if op.kind == "hard_sigmoid":
         alpha, beta = (op.numeric_attr("alpha", 0.2), op.numeric_attr("beta", 0.5))

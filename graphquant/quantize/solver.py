@@ -288,8 +288,7 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
     Denormal weights would get denormal scales from the kernels, and a bias would not fit those.
     """
     site = state.sites[index]
-    value = _read_weight(state, site)
-    if value is None:
+    if (value := _read_weight(state, site)) is None:
         raise DataError(
             "it has no single value in the model's files (no checkpoint, ops that cannot be evaluated, or calls that"
             " pass different weights)"
@@ -311,8 +310,7 @@ def _scale_shape(state: SolverState, site: Site, axis: int) -> tuple[int, ...]:
     """Return the shape of the scales of a site with an axis: (C,), or that of its blocks."""
     shape, block = site.view or state.model.output(site.tensor).shape, site.scheme.block_size
     if shape is None or shape[axis] is None or (block is not None and None in shape):
-        value = _read_weight(state, site)
-        if value is None:
+        if (value := _read_weight(state, site)) is None:
             raise DataError("the number of its channels is unknown")
         shape = value.shape
     sizes = tuple(size or 0 for size in shape)

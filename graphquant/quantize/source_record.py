@@ -179,8 +179,7 @@ def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) ->
             weight_blocks[corner] * corner_factors[None, :, None], scaled_blocks[corner], rtol=CORNER_TOLERANCE, atol=0
         ):
             continue
-        factors = _channel_factors(weight_blocks, scaled_blocks)
-        if factors is None:
+        if (factors := _channel_factors(weight_blocks, scaled_blocks)) is None:
             continue
         restored = _divide_by_factors(scaled_blocks, factors)
         ulp_differences = weight_blocks.view("<i4").astype(np.int64) - restored.view("<i4")

@@ -72,8 +72,7 @@ def _split_obstacle(graph: Graph, op: Op) -> str | None:
 
 def _activation_values(op: Op) -> list[float]:
     """Return the parameters of the activation, as many as the op has; none if they are no list of numbers."""
-    values = op.attrs.get("activation_params")
-    if values is not None:
+    if (values := op.attrs.get("activation_params")) is not None:
         is_numeric = isinstance(values, list) and all(isinstance(value, Real) for value in values)
         return list(map(float, values)) if is_numeric else []
     count = len(ACTIVATIONS[op.text_attr("activation", "")][1])

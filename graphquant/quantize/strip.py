@@ -178,7 +178,6 @@ class _QuantizationRemover:
 
 def _dequantized_weight(parameters: Parameters, integers: TensorRef, params: QParams, dtype: str) -> Array:
     """Return the weight as floats."""
-    value = parameters.value(integers)
-    if value is None:
+    if (value := parameters.value(integers)) is None:
         raise InternalError(f"the weight {integers} is missing.")
     return dequantize(value, params).astype(dtype, copy=False)

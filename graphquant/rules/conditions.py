@@ -370,8 +370,7 @@ def _matches_links(
         positions = frozenset().union(*(_skip_optional_links(links, index) for index in matched))
         if not positions or len(links) in positions:
             return bool(positions)
-        following = next_tensor(current, literal=literal)
-        if following is None:
+        if (following := next_tensor(current, literal=literal)) is None:
             return False
         current = following
 

@@ -313,8 +313,7 @@ def resolve_costs(name: str, rule_file: Path | None) -> str:
 
 def _parse_inline_rule(text: str) -> dict[str, Any]:
     """Return the data of the rule file that a one-line rule stands for."""
-    match = _INLINE_RULE.fullmatch(text)
-    if match is None:
+    if (match := _INLINE_RULE.fullmatch(text)) is None:
         sentence = (
             "this is not a one-line rule. Write 'PRODUCER > CONSUMER: BITS, EXPONENT', such as"
             " 'conv1/Relu:0 > conv2/*: 8, -4'."

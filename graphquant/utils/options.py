@@ -429,8 +429,7 @@ def resolve_options(
         UsageError: The value of an option is invalid.
     """
     names = [entry.name for entry in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
-    unknown = next((name for name in values if name not in names), None)
-    if unknown is not None:
+    if (unknown := next((name for name in values if name not in names), None)) is not None:
         raise CallError(f"There is no option {unknown!r}.{did_you_mean(unknown, names)}")
     return options_class(**{**({} if options is None else {name: getattr(options, name) for name in names}), **values})
 

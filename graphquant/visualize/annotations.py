@@ -132,8 +132,7 @@ def annotate_result(result: Result, summary: ModelSummary) -> AnnotationSet:
     annotation_set = annotate_model(summary, {site.rule: site.why for site in result.plan.sites})
     sketches = result.stats.sketches if result.stats is not None else {}
     for insertion in result.inserted:
-        number = annotation_set.by_op.get(insertion.output[:2])
-        if number is None:
+        if (number := annotation_set.by_op.get(insertion.output[:2])) is None:
             continue
         site, sketch = insertion.site, sketches.get(insertion.site.tensor)
         params = insertion.params if isinstance(insertion.params, QParams) else None

@@ -233,8 +233,7 @@ class _DrawingBuilder:
             if use in self.annotations.by_use:
                 annotations = (*annotations, self.annotations.by_use[use])
             reason = self.annotations.skip_reasons.get(use, "")
-            number = self.numbers.get(source[:2])
-            if number is not None:
+            if (number := self.numbers.get(source[:2])) is not None:
                 wire = Wire(
                     source=number, port=source.port, target=target, slot=slot, annotations=annotations, reason=reason
                 )

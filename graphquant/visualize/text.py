@@ -266,8 +266,7 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
 
 def _worst_activation(result: Result) -> list[RenderableType]:
     """Return a warning on the activation with the lowest SQNR if it is low."""
-    worst = next(iter(result.activations_below(LOW_SQNR)), None)
-    if worst is None:
+    if (worst := next(iter(result.activations_below(LOW_SQNR)), None)) is None:
         return []
     message = f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
     hint = f"To keep its op float: --exclude {shlex.quote(worst.tensor.op)}"

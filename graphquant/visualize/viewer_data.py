@@ -314,8 +314,7 @@ def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
     }
     if (cost := tensor_range.cost) is not None:
         fields |= {"sqnr": _finite_or_none(cost.sqnr), "below": cost.clipped_below, "above": cost.clipped_above}
-    sketch = tensor_range.sketch
-    if sketch is None:
+    if (sketch := tensor_range.sketch) is None:
         return fields
     fields["statistics"] = {
         **{key: getattr(sketch, key) for key in ("count", "nan", "inf")},

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -144,6 +145,16 @@ def test_requested_op_of_each_use(asked):
 def load_sample(samples, name="digits_cnn.onnx"):
     """A sample model."""
     return gq.load(samples / name)
+
+
+def test_explain_takes_arrays_in_memory(samples):
+    """The data has all forms that `insert` takes."""
+    images = np.load(samples / "digits_cnn_calib.npz")["image"][:20]
+    explanations = [
+        str(api.explain(gq.load(samples / "digits_cnn.onnx"), "depthwise/relu6:0", data=data))
+        for data in ({"image": images}, images)
+    ]
+    assert explanations[0] == explanations[1]
 
 
 def test_explain_a_saved_plan(samples, tmp_path, cli):

@@ -111,9 +111,7 @@ def test_lookups_in_variables_are_frozen(tmp_path: Path) -> None:
             lambda step, _: step < 3, lambda step, total: (step + 1, total + take(ids[:, 1])), (0, take(ids[:, 4]))
         )
         branch = tf.cond(tf.reduce_sum(ids) > 0, lambda: take(ids[:, 2]), lambda: take(ids[:, 3]))
-        batched = tf.raw_ops.ResourceGather(
-            resource=module.rows.handle, indices=ids[:3, :2] % 5, batch_dims=1, dtype=tf.float32
-        )
+        batched = tf.gather(module.rows, ids[:3, :2] % 5, batch_dims=1)
         return take(ids[:, 0]) + tf.gather_nd(module.table, ids[:, :1]) + loop[1] + branch + tf.reduce_sum(batched)
 
     @tf.function(input_signature=[tf.TensorSpec([None, 6], tf.int32, name="ids")])

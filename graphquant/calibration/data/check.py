@@ -490,7 +490,7 @@ def _scale_findings(
     if max(-stats.low, stats.high) > MAX_VALUE:
         return {"scale": f"{received}, whose squares are infinite in float32. Scale the values as in training."}
     ratio = None if response is None else response.ratios.get(model_input.name)
-    is_plausible = use.rescaled
+    is_plausible = use.rescaled or use.table_rows is not None  # a row number is no pixel
     if ratio is not None and use.layer is not None:
         if message := _layer_message(use.layer, ratio):
             return {"scale": f"{received}{message}"}

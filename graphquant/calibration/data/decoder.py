@@ -48,8 +48,7 @@ def complete_decoder_data(model: Model, spec: str | MemoryData) -> str | MemoryD
     if not states:
         return spec
     inputs = formats.format_module(model.format).input_specs(model)
-    missing = _missing_array(spec, inputs)
-    if missing is None:
+    if (missing := _missing_array(spec, inputs)) is None:
         return spec
     tokens = (entry for entry in inputs if "int" in entry.dtype and _generated_values(entry, 0, 1) is None)
     ids = next((entry for entry in tokens if _missing_array(spec, [entry]) is None), None)

@@ -161,7 +161,7 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
             following = list(_called_inputs(model, op, use)) or [
                 TensorRef(use.graph, use.op, port)
                 for port, output in enumerate(op.outputs)
-                if not is_float or output.dtype is None or output.dtype in FLOAT_TYPES  # not the shape of the input
+                if not is_float or output.dtype in {None, *FLOAT_TYPES} or op.kind == "cast"  # not the input's shape
             ]
             behind.update(() if is_first else following)
             is_same = tensor not in computed and (op.calls or op.kind in PASSING_KINDS | {"cast", "expand"})

@@ -586,8 +586,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
         )
     ):
         return []
-    layout = _folded_layout(data, scale, links)
-    if layout is None:
+    if (layout := _folded_layout(data, scale, links)) is None:
         return []
     attrs, sizes, stored_shape, shape = layout
     dtype, scale_dtype = numpy_dtype(data.outputs[0].dtype), numpy_dtype(scale_output.dtype)

@@ -376,8 +376,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
     model, graph = reader.model, reader.graph
     slots, weights = graph.slots(layer.name), dict[int, _Weight]()
     for slot in LAYER_WEIGHT_SLOTS[layer.type]:
-        tensor = next(iter(slots[slot:]), None)
-        if tensor is None:
+        if (tensor := next(iter(slots[slot:]), None)) is None:
             continue
         weight = _Weight.read(model, graph, model.op(tensor), parameters) if tensor.graph == graph.name else None
         if weight is None or weight.form != reader.form:
@@ -470,8 +469,7 @@ def _share_rounded_inputs(graph: Graph) -> None:
 
 def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of a weight with an axis for its blocks, and that of scales which broadcast to it."""
-    axis = params.axis
-    if axis is None:
+    if (axis := params.axis) is None:
         return shape, (1,) * len(shape)
     if params.block is None:
         return shape, tuple(size if i == axis else 1 for i, size in enumerate(shape))

@@ -381,8 +381,7 @@ class GraphIndexer:
             graph.connect_inputs(name, [self._resolve_use(scope, output_value_name(graph.op(name)), name)])
 
     def _resolve_use(self, scope: _GraphScope, value: str, reader: str) -> TensorRef:
-        tensor = scope.resolve(_utf8_name(value))
-        if tensor is None:
+        if (tensor := scope.resolve(_utf8_name(value))) is None:
             raise ModelError(
                 f"{reader!r} reads {value!r}, which no op defines. The model is incomplete: export it again."
             )

@@ -197,8 +197,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
 
     Raises a ModelError if the record is damaged, or weights were changed.
     """
-    text = read_metadata(model).get(RECORD_KEY)
-    if text is None:
+    if (text := read_metadata(model).get(RECORD_KEY)) is None:
         return None
     clean_message = deepcopy(model.source.message)
     clear_metadata(clean_message)

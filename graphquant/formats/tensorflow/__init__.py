@@ -81,8 +81,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
 
     Raises a ModelError if the record is damaged, or weights were changed.
     """
-    record = node_metadata(model.source).get(RECORD_KEY)
-    if record is None:
+    if (record := node_metadata(model.source).get(RECORD_KEY)) is None:
         return None
     edited = deepcopy(model.source.message)
     clear_metadata(model.source.graph_def(edited))

@@ -118,11 +118,9 @@ class Checkpoint:
         return proto.parse_binary(self._index[key], proto.BundleEntryProto(), source=source)
 
     def _array_layout(self, name: str, entry: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        type_name = proto.dtype_name(entry.dtype)
-        if type_name is None:
+        if (type_name := proto.dtype_name(entry.dtype)) is None:
             raise self._error(name, f"has an unknown type, number {entry.dtype}")
-        dtype = storage_dtype(type_name)
-        if dtype is None:
+        if (dtype := storage_dtype(type_name)) is None:
             raise self._error(name, f"is of type {type_name}, which cannot be read as numbers")
         shape = tuple(dim.size for dim in entry.shape.dim)
         elements = math.prod(max(size, 1) for size in shape[:_MAX_RANK])

@@ -179,8 +179,7 @@ class _GraphPatch:
 
     def _infer_type_attrs(self, op: Op, node: Any) -> None:
         """Fill in the type attributes that follow from the op's inputs."""
-        spec = self._table.find_spec(op.type)
-        if spec is None:
+        if (spec := self._table.find_spec(op.type)) is None:
             raise InternalError(f"op {op.name!r} has the type {op.type!r}, which is not registered in TensorFlow.")
         for tensor, arg in zip(self._graph.slots(op.name), spec.inputs, strict=False):
             if arg.number_attr or arg.type_list_attr:
@@ -213,8 +212,7 @@ def _rerouted_outputs(graph: Graph) -> Iterator[tuple[str, TensorRef]]:
     """Yield the rerouted outputs of a graph with their tensors."""
     for label in graph.outputs:
         if Use(graph.name, label, 0) in graph.rerouted_uses:
-            tensor = graph.source_of(Use(graph.name, label, 0))
-            if tensor is None:
+            if (tensor := graph.source_of(Use(graph.name, label, 0))) is None:
                 raise InternalError(f"the output {label!r} of {graph.name or 'the main graph'} reads nothing.")
             yield label, tensor
 

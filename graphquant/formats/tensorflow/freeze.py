@@ -27,7 +27,7 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
-from graphquant.formats.tensorflow.values import set_constant, type_number
+from graphquant.formats.tensorflow.values import set_constant
 from graphquant.ir import FLOAT_TYPES, STORED_KINDS, Model, Parameters, TensorRef, fully_known_shape, reachable
 from graphquant.ir.parameters import MAX_FOLDED_ELEMENTS
 
@@ -40,7 +40,7 @@ _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:
 _INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
 """The names that inlining gives to Identity ops for arguments and results."""
 
-_VARIABLE_GATHERS: Final = {"ResourceGather": "GatherV2", "ResourceGatherNd": "GatherNd"}
+_VARIABLE_LOOKUPS: Final = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 """Ops that read a variable without a ReadVariableOp, and the same ops on its value."""
 
 _LOOP_KINDS: Final = frozenset({"enter", "switch", "merge"})
@@ -301,20 +301,14 @@ def _read_variables_before_lookups(graph_def: Any) -> None:
     """Insert a ReadVariableOp before each lookup in a variable: TensorFlow freezes no other op of a function."""
     for function in graph_def.library.function:
         names = {node.name for node in function.node_def}
-        for node in [node for node in function.node_def if node.op in _VARIABLE_GATHERS]:
-            node.op, dtype = _VARIABLE_GATHERS[node.op], node.attr["dtype"].type
+        lookups = (node for node in function.node_def if node.op in _VARIABLE_LOOKUPS)
+        for node in [node for node in lookups if not node.attr["batch_dims"].i]:  # as tf.gather writes them
             read = function.node_def.add(name=unique_node_name(names, f"{node.name}/read"), op="ReadVariableOp")
             read.input.append(node.input[0])
-            read.attr["dtype"].type = node.attr["Tparams"].type = dtype
-            node.input[0] = f"{read.name}:value:0"
-            for name in ("dtype", "validate_indices"):
+            read.attr["dtype"].type = node.attr["Tparams"].type = node.attr["dtype"].type
+            node.op, node.input[0] = _VARIABLE_LOOKUPS[node.op], f"{read.name}:value:0"
+            for name in ("dtype", "batch_dims"):
                 node.attr.pop(name, None)
-            if node.op == "GatherV2":
-                axis = function.node_def.add(name=unique_node_name(names, f"{node.name}/axis"), op="Const")
-                value = axis.attr["value"].tensor
-                value.dtype = axis.attr["dtype"].type = node.attr["Taxis"].type = type_number("int32")
-                value.int_val.append(node.attr["batch_dims"].i if "batch_dims" in node.attr else 0)
-                node.input.insert(2, f"{axis.name}:output:0")
 
 
 def _with_unique_function_names(data: bytes) -> bytes:

@@ -128,8 +128,7 @@ def load_keras(path: Path) -> Model:
 
 def trace_tf_keras_model(tensorflow: Any, model: Any) -> Any:
     """Return the ConcreteFunction of a tf_keras model in memory: inference, any batch size."""
-    signature = model.save_spec()
-    if signature is None:
+    if (signature := model.save_spec()) is None:
         raise UsageError(f"The Keras model {model.name!r} does not declare its inputs. Call it once on a batch first.")
     arguments, keywords = signature
 

@@ -99,8 +99,7 @@ def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
         For each port the argument's name, the port's index within the argument (in a function, a port is called
         `node:argument:index`), and its dtype's numpy-like name; a reference has the dtype of what it refers to.
     """
-    spec = table.find_spec(node.op)
-    if spec is None:
+    if (spec := table.find_spec(node.op)) is None:
         raise ModelError(
             f"Node {node.name!r} is of an unknown operation, {node.op!r}."
             " A model with custom operations must be saved with their definitions."
@@ -132,8 +131,7 @@ def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> list[str]:
         return [value] if isinstance(value, str) else list(value)
     dtypes = []
     for number in value.type if arg.type_list_attr else [value]:
-        name = dtype_name(number)
-        if name is None:
+        if (name := dtype_name(number)) is None:
             raise ModelError(f"Node {node.name!r} ({node.op}): attribute {attr!r} has unknown type {number}.")
         dtypes.append(name)
     return dtypes

@@ -50,8 +50,7 @@ def input_specs(model: Model, message: Any = None) -> Sequence[InputSpec]:
 
 def run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
     """Return the inputs of a run with the tensors that their data feeds."""
-    meta = _served_meta_graph(model, message)
-    if meta is not None:
+    if (meta := _served_meta_graph(model, message)) is not None:
         return signature_inputs(model, meta)
     # Only placeholders that the outputs depend on must be fed.
     ancestors = set(reachable(model.main.outputs, model.main.predecessors))
@@ -61,8 +60,7 @@ def run_inputs(model: Model, message: Any = None) -> Sequence[SignatureInput]:
 
 def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
     """Return a run's outputs and their tensors. `message` is the emitted `model`, if the caller has it."""
-    meta = _served_meta_graph(model, message)
-    if meta is None:
+    if (meta := _served_meta_graph(model, message)) is None:
         sources = {label: model.main.source_of(Use("", label, 0)) for label in model.main.outputs}
         return {label.removeprefix("@"): f"{ref.op}:{ref.port}" for label, ref in sources.items() if ref is not None}
     return signature_outputs(model, meta)
@@ -81,8 +79,7 @@ def served_signatures(model: Model, message: Any = None) -> tuple[FrozenSignatur
     """
     if model.source.signatures:
         return tuple(model.source.signatures)
-    meta = _served_meta_graph(model, message)
-    if meta is None:
+    if (meta := _served_meta_graph(model, message)) is None:
         inputs = {spec.name: spec.name for spec in input_specs(model, message)}
         return (FrozenSignature(name="serving_default", inputs=inputs, outputs=output_fetches(model, message)),)
     served = [(name, meta.signature_def[name]) for name in running_signatures(model, meta)]
@@ -274,8 +271,7 @@ class TensorFlowRunner:
     def _make_feed_dict(self, feeds: Feeds) -> dict[str, Any]:
         feed_dict: dict[str, Any] = {}
         for key, value in feeds.items():
-            entry = self._inputs_by_key.get(key)
-            if entry is None:
+            if (entry := self._inputs_by_key.get(key)) is None:
                 raise DataError(
                     f"The data has {key!r}, which is not an input of the model. Its inputs are "
                     f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._inputs_by_key)}"

@@ -207,8 +207,7 @@ class TensorFlowSession:
         Return the values of `fetches` and the new values of the variables.
         """
         with self._lock:
-            state = self._state
-            if state is None:
+            if (state := self._state) is None:
                 return self.run(fetches, feed), None
             start_values = state.initial_values if values is None else values
             self.run(state.setters, dict(zip(state.placeholders, start_values, strict=True)))

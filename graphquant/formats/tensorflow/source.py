@@ -125,8 +125,7 @@ class TensorFlowSource:
 
     def checkpoint(self) -> CheckpointVariables:
         """Return the checkpoint and its keys by node name or shared name; no keys if there is none."""
-        prefix = self.checkpoint_prefix()
-        if prefix is None:
+        if (prefix := self.checkpoint_prefix()) is None:
             return CheckpointVariables(None, {})
         checkpoint = Checkpoint(prefix)
         meta_graphs = self.message.meta_graphs if self.message_type == "SavedModel" else [self.message]

@@ -74,6 +74,7 @@ def quantize_pairs(data: bytes, *, bits: int, integer_inputs: bool, integer_outp
         rewriter = _GraphRewriter(file, graph, schema, bits)
         rewriter.quantize_before_reshapes()
         rewriter.quantize_ops()
+        rewriter.store_constants()  # XNNPACK refuses a QUANTIZE that rescales the integers of a constant
         if graph is file.subgraphs[0]:  # the ops that run the others pass floats
             rewriter.set_boundaries(integer_inputs=integer_inputs, integer_outputs=integer_outputs)
         rewriter.drop_unread()
@@ -102,7 +103,7 @@ class _GraphRewriter:
         self.op_names = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
         self._sign_types()
         self.producers = {index: op for op in graph.operators for index in op.outputs}
-        self._store_constants()
+        self.store_constants()
 
     def _sign_types(self) -> None:
         """Replace unsigned integers with a scale by signed ones."""
@@ -113,7 +114,7 @@ class _GraphRewriter:
                     tensor.type = getattr(types, signed)
                     tensor.quantization.zeroPoint = np.asarray(tensor.quantization.zeroPoint) - (1 << (bits - 1))
 
-    def _store_constants(self) -> None:
+    def store_constants(self) -> None:
         """Replace each QUANTIZE of a constant by the integers."""
         remaining = []
         for op in self.graph.operators:
@@ -123,15 +124,20 @@ class _GraphRewriter:
                 continue
             source, target = (self.graph.tensors[index] for index in (op.inputs[0], op.outputs[0]))
             integers = np.iinfo(np.int16 if target.type == self.schema.TensorType.INT16 else np.int8)
-            axis = target.quantization.quantizedDimension
-            scale, zero = (
-                _aligned(vector, values.ndim, axis)
-                for vector in (self.scale(op.outputs[0]), target.quantization.zeroPoint)
-            )
+            scale, zero = self._aligned_numbers(op.outputs[0], values.ndim)
+            if self._has_scale(op.inputs[0]):
+                source_scale, source_zero = self._aligned_numbers(op.inputs[0], values.ndim)
+                values = (values - source_zero) * source_scale
             stored = np.clip(np.rint(values / scale) + zero, integers.min, integers.max).astype(integers.dtype)
             target.shape, target.shapeSignature, target.buffer = source.shape, None, self._add_buffer(stored)
-            del self.producers[op.outputs[0]]
+            self.producers.pop(op.outputs[0], None)
         self.graph.operators = remaining
+
+    def _aligned_numbers(self, index: int, rank: int) -> tuple[Array, Array]:
+        """Return the scales and zero points of a tensor in the shape in which they apply to its values."""
+        quantization = self.graph.tensors[index].quantization
+        axis = quantization.quantizedDimension
+        return _aligned(self.scale(index), rank, axis), _aligned(quantization.zeroPoint, rank, axis)
 
     def quantize_before_reshapes(self) -> None:
         """Add a pair of the same scale before each reshape or transpose whose only reader is a QUANTIZE.
@@ -241,8 +247,7 @@ class _GraphRewriter:
 
     def _quantized_weight(self, index: int) -> int | None:
         """Return the integers of a float weight that is rounded already, with its channels on the first axis."""
-        values = self.constant(index)
-        if values is None:
+        if (values := self.constant(index)) is None:
             return None
         largest = np.abs(values).max(axis=(1, 2, 3)).astype(np.float64)
         scale = np.where(largest > 0, largest, 1) / INT8_STEPS

@@ -110,10 +110,12 @@ def _convert_signatures(
         try:
             data = _convert_graph(tensorflow, model, graph_def, signatures[0], io, keep_float=keep_float)
         except ConverterError as error:
-            # The converter refuses lists whose elements have an unknown size.
+            # The converter refuses lists whose elements have an unknown size, and operands whose scales differ where
+            # its kernel needs one. Then the pairs of the plan decide which ops are integer.
             needs_sizes = "TensorList" in str(error) and "static" in str(error)
-            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if needs_sizes else None
-            if single is None:
+            keep_float = keep_float or "same scale constraint" in str(error)
+            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if needs_sizes else graph_def
+            if single is None or (single is graph_def and not keep_float):
                 raise
             data = _convert_graph(tensorflow, model, single, signatures[0], io, keep_float=keep_float)
     # The converter's struct.error stands for an empty file.
@@ -337,10 +339,12 @@ def _conversion_advice(model: Model, message: str) -> str:
             "TFLite has no TensorArrays of TensorFlow 1. Call tf.compat.v1.enable_control_flow_v2() before the graph is"
             " built, and export it again."
         )
+    if any(output.dtype in FLOAT_TYPES - {"float32", "float64"} for op in model.main.ops() for output in op.outputs):
+        return "TFLite computes in float32. Save the model with that type, in Keras with the policy float32."
     if "TensorList" in message or "TensorArray" in message:
         return (
-            "TFLite has no lists of tensors whose elements have an unknown size. Build recurrent layers with"
-            " unroll=True, or the model with a fixed batch size (batch_size=1), and export it again."
+            "TFLite has no lists of strings, or of tensors whose elements have an unknown size. Build recurrent layers"
+            " with unroll=True, or the model with a fixed batch size (batch_size=1), and export it again."
         )
     if missing := sorted({op for ops in _MISSING_OPS.findall(message) for op in ops.replace(" ", "").split(",") if op}):
         return f"TFLite has no kernel for {', '.join(missing)}. Export the model without these ops."

@@ -91,8 +91,7 @@ def decode_shape(message: Any) -> Shape | None:
 
 def decode_attr(value: Any) -> Any:
     """Return the value of an AttrValue; None for an empty one and for a shape of unknown rank."""
-    kind = value.WhichOneof("value")
-    if kind is None:
+    if (kind := value.WhichOneof("value")) is None:
         return None
     if kind == "list":
         return [_decode_item(descriptor.name, item) for descriptor, items in value.list.ListFields() for item in items]
@@ -255,8 +254,7 @@ MAX_ELEMENTS: Final = 1 << 26
 
 def evaluate_tf_op(op: Op, inputs: Arrays) -> Arrays | None:
     """Return the outputs of `op` for `inputs`; None if the operation is not in the table or rejects such inputs."""
-    function = _EVALUATORS.get(op.type)
-    if function is None:
+    if (function := _EVALUATORS.get(op.type)) is None:
         return None
     try:
         with np.errstate(all="ignore"):

@@ -134,8 +134,7 @@ class _FlatTable:
 
     def vector_span(self, field: str, size: int) -> tuple[int, int]:
         """Return start and count of a vector's elements of `size` bytes; (0, 0) if the field is absent."""
-        position = self._referenced_position(field)
-        if position is None:
+        if (position := self._referenced_position(field)) is None:
             return 0, 0
         count = self.buffer.number("I", position)
         self.buffer.require_range(position + 4, count * size)
@@ -343,8 +342,7 @@ def _op_type_name(table: _FlatTable) -> str:
 
 def _read_quantization(index: int, sizes: tuple[int, ...], table: _FlatTable) -> StoredQuantization:
     """Return the stored scale of a tensor; most tensors of a float model have none."""
-    quantization = table.table("quantization", ops.QUANTIZATION)
-    if quantization is None:
+    if (quantization := table.table("quantization", ops.QUANTIZATION)) is None:
         return StoredQuantization(index=index, sizes=sizes)
     return StoredQuantization(
         index=index,

@@ -307,6 +307,18 @@ def test_scaling_in_the_model(tmp_path) -> None:
     assert model_findings(plain, image=(images / 255 - 0.5) * 0.004) == ["scale"]
 
 
+def test_row_numbers_of_type_float_are_no_pixels(tmp_path) -> None:
+    """Embedding layers of Keras 2 take floats, which they cast to row numbers."""
+    tf = pytest.importorskip("tensorflow")
+    table = np.random.default_rng(1).normal(size=(178, 4)).astype(np.float32)
+    with tf.Graph().as_default() as graph:
+        rows = tf.compat.v1.placeholder(tf.float32, [None, 6], name="rows")
+        tf.reduce_sum(tf.gather(table, tf.cast(rows, tf.int32)), [1], name="y")
+    (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    rows = np.random.default_rng(0).integers(90, 178, (40, 6)).astype(np.float32)
+    assert model_findings(tmp_path / "net.pb", rows=rows) == []
+
+
 def test_layers_behind_the_first_one(samples, tmp_path) -> None:
     """Weights that callers may override, gates of an LSTM, and a layer behind a spectrogram tell the scale."""
     images = calibration_images(samples)

@@ -47,7 +47,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["net.keras", "net.h5"])
+@pytest.mark.parametrize("name", ["net.keras", "net.h5", "net.hdf5"])
 def test_file_becomes_a_saved_model(empty_folder: Path, cli: Callable[..., Any], name: str) -> None:
     """Both kinds of file give a SavedModel with the results of TensorFlow's own ops."""
     model = keras_network()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 from support.shared_models import SHARED_MODELS
 
 import graphquant as gq
+from graphquant.analysis.diff import diff_models
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import emit, load, proto
 from graphquant.ir import Call, Model, Parameters, TensorRef, Use, check_invariants
@@ -264,6 +266,27 @@ def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
     model = load(tmp_path)
     assert model.graphs[inside[0]].op(inside[1]).calls == original.graphs[inside[0]].op(inside[1]).calls
     assert set(original.reachable_graphs()) <= set(model.reachable_graphs())
+
+
+def test_contents_of_the_checkpoint_are_no_weight(tmp_path: Path) -> None:
+    """The saver reads a description of the checkpoint, which tf_keras writes in another order each time."""
+    saved = proto.SavedModel.FromString((SAMPLES / "digits_cnn_saved_model" / "saved_model.pb").read_bytes())
+    shutil.copytree(SAMPLES / "digits_cnn_saved_model", tmp_path / "net")
+    nodes = {node.name: node for node in saved.meta_graphs[0].graph_def.node}
+    save_op = nodes[saved.meta_graphs[0].saver_def.save_tensor_name.partition(":")[0]]
+    constants = [nodes[name] for name in save_op.input if name in nodes and nodes[name].op == "Const"]
+    for node in constants:
+        node.attr["value"].tensor.string_val[0] += b"changed"
+    (tmp_path / "net" / "saved_model.pb").write_bytes(saved.SerializeToString())
+    assert constants
+    assert not diff_models(load(tmp_path / "net"), load(SAMPLES / "digits_cnn_saved_model"))
+
+
+def test_a_name_without_a_stem_is_refused(tmp_path: Path) -> None:
+    """A checkpoint that was saved under the name of a folder has files such as `.meta`."""
+    (tmp_path / ".meta").write_bytes(b"x")
+    with pytest.raises(ModelError, match="no name"):
+        gq.load(tmp_path / ".meta")
 
 
 def test_saved_model_file_or_folder() -> None:
