@@ -151,7 +151,7 @@ def test_explain_takes_arrays_in_memory(samples):
     """The data has all forms that `insert` takes."""
     images = np.load(samples / "digits_cnn_calib.npz")["image"][:20]
     explanations = [
-        str(api.explain(gq.load(samples / "digits_cnn.onnx"), "depthwise/relu6:0", data=data))
+        str(gq.explain(gq.load(samples / "digits_cnn.onnx"), "depthwise/relu6:0", data=data))
         for data in ({"image": images}, images)
     ]
     assert explanations[0] == explanations[1]
