@@ -90,7 +90,7 @@ ROUNDING_ALGORITHMS = (ADAROUND, GPTQ)
 
 MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target is still missed
 MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their rounding is optimized; it keeps a part of it
-AIM_MARGIN_DB = 0.5  # dB above the target to aim at, because other samples have other errors
+AIM_MARGIN_DB = 1.0  # dB above the target to aim at, because other samples have other errors
 MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured

@@ -129,8 +129,10 @@ def _drop_loop_invariants(model: Model) -> Iterator[Step]:
     """
     parameters = Parameters(model)
     for graph, op in list(_ops_of_named_values(model, {"Loop"})):
+        if not op.calls:  # without a body, only a runtime can say what is wrong
+            continue
         body = model.graphs[op.calls[0].graph]
-        for slot in range(2, len(body.inputs)):
+        for slot in range(2, min(len(body.inputs), len(body.outputs) + 1)):
             operand = graph.source_of(Use(graph.name, op.name, slot))
             argument, result = TensorRef(body.name, body.inputs[slot]), TensorRef(graph.name, op.name, slot - 2)
             uses, returned = body.consumers(argument), Use(body.name, body.outputs[slot - 1], 0)

@@ -250,7 +250,7 @@ def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Arr
         for insertion in result.inserted
         if "cond_" in insertion.site.uses[0].graph
     }
-    mean = hand.quantized(tf.reduce_mean(hand.quantized(y, "Mean")), "Greater")
+    mean = tf.reduce_mean(hand.quantized(y, "Mean"))
     branch = "true" if mean > 0.1 else "false"
     name = next(name for name in branches if name.startswith(f"cond_{branch}"))
     inside = ByHand(result)
