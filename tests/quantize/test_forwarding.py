@@ -181,6 +181,12 @@ def test_loops_read_weights_from_outside(tmp_path, returned, more, count):
         np.testing.assert_allclose(first, second, rtol=1e-6)  # a product with a constant sums in another order
 
 
+def test_loops_without_a_body_stay(tmp_path):
+    """A Loop whose body is missing is left to the runtime, which says what is wrong."""
+    text = "g (float[1, 4] x, int64 n, bool t) => (float[1, 4] y) { y = Loop (n, t, x) }"
+    assert prepare(load_onnx(tmp_path, text, {}), DROP_STEPS)[1] == ()
+
+
 def test_weights_of_loops_are_quantized_once(tmp_path):
     """The int8 weight of a loop's body is a constant with a scale per channel, and `strip` restores the source."""
     weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
