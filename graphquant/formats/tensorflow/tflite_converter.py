@@ -110,14 +110,15 @@ def _convert_signatures(
         try:
             data = _convert_graph(tensorflow, model, graph_def, signatures[0], io, keep_float=keep_float)
         except ConverterError as error:
-            # The converter refuses lists whose elements have an unknown size, and operands whose scales differ where
-            # its kernel needs one. Then the pairs of the plan decide which ops are integer.
-            needs_sizes = "TensorList" in str(error) and "static" in str(error)
-            keep_float = keep_float or "same scale constraint" in str(error)
-            single = _with_batch_size_one(tensorflow, graph_def, signatures[0]) if needs_sizes else graph_def
-            if single is None or (single is graph_def and not keep_float):
+            retried = None
+            if "TensorList" in str(error) and "static" in str(error):  # lists whose elements have an unknown size
+                retried = _with_batch_size_one(tensorflow, graph_def, signatures[0])
+            elif "same scale constraint" in str(error) and not keep_float:
+                # Scales of operands differ where the kernel needs one. The pairs decide which ops are integer then.
+                retried, keep_float = graph_def, True
+            if retried is None:
                 raise
-            data = _convert_graph(tensorflow, model, single, signatures[0], io, keep_float=keep_float)
+            data = _convert_graph(tensorflow, model, retried, signatures[0], io, keep_float=keep_float)
     # The converter's struct.error stands for an empty file.
     except (ConverterError, ValueError, RuntimeError, struct.error) as error:
         reason = _SOURCE_LOCATION.sub(" ", first_error_line(str(error))).strip()
