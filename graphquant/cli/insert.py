@@ -80,7 +80,7 @@ def insert_command(
     if verbose and quiet:
         raise UsageError("--verbose prints more and --quiet nothing. Use one of them.")
     from graphquant.api.insert import insert
-    from graphquant.api.models import default_output, load_source, omission_notes, save
+    from graphquant.api.models import default_output, load_source, omission_notes
 
     target = output or default_output(model)
     try:
@@ -103,8 +103,6 @@ def insert_command(
             require_convertible(source)
         with progress_bar() as progress:
             result = insert(source, settings, progress=progress, runtime="tflite" if to_tflite else None)
-            if written is not None and not to_tflite:
-                save(result.model, written, force=force, progress=progress)
         conversion = _write_result(
             result, written, to_tflite=to_tflite, io=settings.io, report=report, html=html, force=force
         )
@@ -218,6 +216,11 @@ def _write_result(
         from graphquant.api.convert import convert_to_tflite
 
         conversion = convert_to_tflite(result, target, force=force, io=io)
+    elif target is not None:
+        from graphquant.api.models import save
+
+        with progress_bar() as progress:
+            save(result.model, target, force=force, progress=progress)
     if target is not None:
         remember_output(target)
     if report is not None:
