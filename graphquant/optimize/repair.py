@@ -477,11 +477,11 @@ class _Repair:
 
     def _try_ranges(self) -> None:
         """Try each candidate for all sites at once, and then the better one for each block."""
-        workspace = self._workspaces[()]
+        workspace, plan_work = self._workspaces[()], self._plan_work(self._current, quick=True)
         if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
             calibration_work = 0.0 if self._request.has_stats else self._calibration_work()
-            if not self._is_affordable(calibration_work + 2 * self._plan_work(self._current, quick=True)):
+            if not self._is_affordable(calibration_work + 2 * plan_work):
                 return
             self._charge(calibration_work)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
@@ -498,9 +498,9 @@ class _Repair:
         baseline = sqnr = self._measure(self._current, quick=True)
         best = self._current
         for name, indices in changed.items():
-            recipe = self._with_candidates(dict.fromkeys(indices, name))
-            if not self._is_affordable(self._plan_work(recipe, quick=True)):
+            if not self._is_affordable(plan_work):
                 break
+            recipe = self._with_candidates(dict.fromkeys(indices, name))
             if self._measure(recipe, quick=True) > sqnr:
                 best, sqnr = recipe, self._measure(recipe, quick=True)
         if candidate_plans and sqnr < self._aim and self._is_affordable(0.0):
@@ -731,7 +731,7 @@ class _Repair:
     def _search_float_blocks(self) -> None:
         """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
         base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
-        self._charge(-self._final_work)  # from here, the final plan is among those that are built
+        self._request.budget.release(self._final_work)  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
         # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.

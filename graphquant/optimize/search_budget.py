@@ -157,6 +157,10 @@ class SearchBudget:
             raise SearchLimitError("time")
         self.work += work
 
+    def release(self, work: float) -> None:
+        """Give back work that was charged for a plan, because that plan is charged when it is built."""
+        self.work -= work
+
     def extend(self, work: float) -> None:
         """Allow as much work, which builds the plan that a search ends with, whatever is left."""
         self.limit = max(self.limit, (self.work + work) * (1 + 1e-9))  # its parts may round to a larger sum
