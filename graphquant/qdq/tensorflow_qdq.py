@@ -310,7 +310,7 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
         V3's kernel refuses scalars. V2 computes the same for them, and for tensors that may be scalars.
         """
         params, dtype = site.params, graph.output(site.tensor).dtype
-        is_v3 = self.is_v3 and bool(site.shape)
+        op_type = "QuantizeAndDequantizeV2" if self.is_v3 and not site.shape else self.op_type
         attrs: dict[str, Any] = {
             "T": DataType(dtype or "float32"),
             "signed_input": params.type.signed,
@@ -321,12 +321,11 @@ class QuantizeAndDequantizeFamily(TensorFlowFamily):
             attrs["axis"] = params.axis
         low, high = (end.astype(dtype) for end in self._range_inputs(site, dtype))
         arguments = {"min": low, "max": high}
-        if is_v3:
+        if op_type == "QuantizeAndDequantizeV3":
             arguments["num_bits"] = np.array(params.type.bits, np.int32)
         else:
             mode = TF_ROUND_MODE_NAMES[site.rounding_mode or "half-even"]
             attrs |= {"num_bits": params.type.bits, "round_mode": mode}
-        op_type = "QuantizeAndDequantizeV2" if self.is_v3 and not is_v3 else self.op_type
         return self.add_qdq_op(graph, site, op_type, attrs, arguments)
 
     def _range_inputs(self, site: QDQSite, dtype: str | None) -> tuple[Array, Array]:

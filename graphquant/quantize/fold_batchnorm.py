@@ -67,7 +67,7 @@ def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Paramete
         return None  # the Add folds both
     start = Use(graph.name, last.name, _data_operand_slot(graph, last, parameters))
     mul = _sole_reader_source(graph, start)
-    if last.kind == "add" and not isinstance(mul, str) and (mul.type, mul.kind) in AFFINE_OPS and mul.kind == "mul":
+    if last.kind == "add" and not isinstance(mul, str) and (mul.type, mul.kind) == ("Mul", "mul"):
         affine.insert(0, mul)
         start = Use(graph.name, mul.name, _data_operand_slot(graph, mul, parameters))
     values = tuple(Use(graph.name, op.name, 1 - _data_operand_slot(graph, op, parameters)) for op in affine)
@@ -291,7 +291,8 @@ def _affine_statistics(
             operands[op.kind] = np.repeat(value, channels)
         else:
             # A value that differs along other axes, or adds one, gets an axis more, so that its shape is refused.
-            is_vector = 0 <= axis <= (1 if trailing_axes else axis) and value.shape[axis] == value.size
+            is_channel = axis in {0, 1} if trailing_axes else axis >= 0
+            is_vector = is_channel and value.shape[axis] == value.size
             operands[op.kind] = value.reshape(-1) if is_vector else value[None]
     return [operands["mul"], operands["add"], zeros, ones]
 
