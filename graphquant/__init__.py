@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
-    value = getattr(module, name, module)  # graph_editor is a module itself
+    value = module if name == "graph_editor" else getattr(module, name)
     return checks_types(value) if isfunction(value) else value

@@ -605,7 +605,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((source, *target) for source in graph._successors for target in graph.successors(source).items())  # noqa: SLF001
+    targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
     for source, target, edges in targets:
         unmatched_edges -= sum(isinstance(key, int) for key in edges)
         for use in (key[1] for key in edges if isinstance(key, tuple)):
