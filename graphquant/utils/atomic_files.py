@@ -110,7 +110,8 @@ def _exchange_paths(first: Path, second: Path) -> bool:
         return False
     import ctypes
 
-    if (renameat2 := getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)) is None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
     status = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return int(status) == 0

@@ -250,7 +250,7 @@ def test_float_pool(tmp_path, moves):
 
 @pytest.mark.parametrize(("ratio", "quantized"), [(9.0, set()), (0.2, {"w"})])
 def test_quantized_by_another_tool(tmp_path, ratio, quantized):
-    """What another tool left in float stays float, unless it is estimated to be faster on integers."""
+    """Ops that another tool left in float stay float, unless they are estimated to be faster on integers."""
     source, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
     partial = place_by_cost(prepared, plan, cost_table(20.0, conv_dense=9.0, conv_pointwise=0.2))
     samples = {"x": np.random.default_rng(1).normal(0, 1, (8, 1, 8, 6, 6)).astype(np.float32)}
