@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.calibration.targets import fingerprints
 from graphquant.ir import (
     BIAS_ADD_KINDS,
     BOUNDED_KINDS,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
 
 SCALE_TOLERANCE = 1e-6  # relative tolerance for scales that are not powers of two: the range passed through float32
+
+CONVERTER_RANGE = 1e-6  # width of the smallest range in the files of the converter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,13 +265,17 @@ def _with_equal_tensors(
     reshapes into other ops, and keeps only one of equal ops.
     """
     positions = {insertion.site.tensor: index for index, insertion in enumerate(inserted)}
-    parameters = Parameters(model)
-    edges = [
+    parameters, live = Parameters(model), set(model.reachable_graphs())
+    pairs = [
         (index, positions[equal])
         for index, insertion in enumerate(inserted)
         for equal in _equal_tensors(model, parameters, insertion.site.tensor)
-        if equal in positions and _have_equal_numbers(lines[index], lines[positions[equal]])
+        if equal in positions
     ]
+    contents: dict[str, int] = {}
+    for tensor, content in fingerprints(model, (tensor for tensor in positions if tensor.graph in live)).items():
+        pairs.append((positions[tensor], contents.setdefault(content, positions[tensor])))
+    edges = [(one, other) for one, other in pairs if _have_equal_numbers(lines[one], lines[other])]
     counterparts: dict[int, ConvertedTensor] = {}
     for group in connected_groups(range(len(lines)), edges):
         matching = next((lines[index] for index in group if not lines[index].problem), None)
@@ -290,7 +297,7 @@ def _have_equal_numbers(first: ConvertedTensor, second: ConvertedTensor) -> bool
 
 
 def _equal_tensors(model: Model, parameters: Parameters, tensor: TensorRef) -> Iterator[TensorRef]:
-    """Yield the tensors whose values an op moves into `tensor`, or keeps, and the outputs of equal ops."""
+    """Yield the tensors whose values an op moves into `tensor`, or keeps."""
     graph, op = model.graphs[tensor.graph], model.op(tensor)
 
     def unquantized(source: TensorRef | None) -> TensorRef | None:
@@ -303,14 +310,6 @@ def _equal_tensors(model: Model, parameters: Parameters, tensor: TensorRef) -> I
         yield from (source for source in sources if source is not None)
     elif op.kind in _NEUTRAL_VALUES and len(sources) == len(("operand", "constant")):
         yield from _unchanged_operands(op, sources, parameters)
-    if (first := next((source for source in sources if source is not None), None)) is None:
-        return
-    for reader in _readers(graph, first):
-        other = graph.op(reader)
-        if reader != op.name and _op_content(other) == _op_content(op):
-            others = [unquantized(slot) for slot in graph.slots(reader)]
-            if others == sources:
-                yield TensorRef(graph.name, reader, tensor.port)
 
 
 def _unchanged_operands(op: Op, sources: Sequence[TensorRef | None], parameters: Parameters) -> Iterator[TensorRef]:
@@ -325,25 +324,6 @@ def _unchanged_operands(op: Op, sources: Sequence[TensorRef | None], parameters:
 _PASSED_KINDS = FORWARDING_KINDS | {"qdq"}
 _NEUTRAL_VALUES = {"add": 0.0, "bias_add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
 """The constant with which an op keeps its other operand."""
-
-
-def _op_content(op: Op) -> tuple[str, str]:
-    """Return the type and the attributes of an op, which determine its result from its inputs."""
-    return op.type, repr({name: value for name, value in op.attrs.items() if not name.startswith("_")})
-
-
-def _readers(graph: Graph, tensor: TensorRef) -> Iterator[str]:
-    """Yield the ops that read a tensor, directly or behind ops that pass it on."""
-    pending, visited = [tensor], {tensor}
-    while pending:
-        for use in graph.consumers(pending.pop()):
-            if use.graph != graph.name:
-                continue
-            if graph.op(use.op).kind not in _PASSED_KINDS:
-                yield use.op
-            elif (passed := TensorRef(graph.name, use.op, 0)) not in visited:
-                visited.add(passed)
-                pending.append(passed)
 
 
 _MAX_SUM_RESCALING = 2**19  # for int8; int16 sums beyond 2**14 are float in the files of the converter
@@ -423,8 +403,10 @@ def _compare_tensor(insertion: InsertedPair, stored: _StoredTensor | None) -> Co
 
 
 def _planned_numbers(params: QParams) -> tuple[Array, Array]:
-    """Return the scales and zero points of a plan, each (C,)."""
-    return np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
+    """Return scales and zero points, each (C,). The converter widens a smaller symmetric range to CONVERTER_RANGE."""
+    scale, zero_point = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
+    low, high = params.type.limits(narrow=params.narrow)
+    return (scale if zero_point.any() else np.maximum(scale, np.float32(CONVERTER_RANGE / (high - low)))), zero_point
 
 
 def _describe_difference(planned: tuple[Array, Array], runtime: RuntimeTensor, axis: int | None) -> str:

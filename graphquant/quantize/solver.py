@@ -212,12 +212,30 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
         shape = _scale_shape(state, site, site.axis)
         expand = np.reshape if value_range.low.ndim else np.broadcast_to
         value_range = Range(expand(value_range.low, shape), expand(value_range.high, shape))
+    elif site.parameter and site.range is None:
+        value_range = _widen_channels_of_zeros(state, index, value_range)
     if starts_at_zero(site) and site.scheme.zero == "asymmetric" and (value_range.low < 0).any():
         raise DataError(
             f"it has negative values, but {site.scheme.family} has no zero point; use signed integers with"
             ' zero = "symmetric", or the family fake-quant'
         )
     return value_range
+
+
+def _widen_channels_of_zeros(state: SolverState, index: int, observed: Range) -> Range:
+    """Give channels without a value other than 0 the range of the widest channel.
+
+    Their scale does not change the weight, but it is the step of their biases: with a scale of 1, as a range of 0 has
+    it, a bias of a pruned channel is rounded to a multiple of the input's scale.
+    """
+    widths = observed.high - observed.low
+    if (zeros := widths == 0).any() and not zeros.all():
+        state.add_note(index, f"{int(zeros.sum())} channels of zeros have the range of the widest one")
+        widest = widths.argmax()
+        return Range(
+            np.where(zeros, observed.low[widest], observed.low), np.where(zeros, observed.high[widest], observed.high)
+        )
+    return observed
 
 
 def _limit_range(state: SolverState, index: int, observed: Range) -> Range:

@@ -354,6 +354,28 @@ def test_hard_swish_with_neutral_constants_is_one_int8_op(tmp_path: Path) -> Non
     assert "HARD_SWISH" in {op.type for op in parse_tflite(data).main.ops()}
 
 
+def test_equal_towers_and_tiny_weights_agree(tmp_path: Path) -> None:
+    """The converter keeps one of two equal towers, and widens the range of a filter below 1e-6."""
+    tf = pytest.importorskip("tensorflow")
+    kernels = np.random.default_rng(7).normal(size=(2, 3, 3, 3, 3)).astype(np.float32)
+    kernels[0, ..., 1] *= np.float32(1e-9)
+
+    def net(x: Any) -> Any:
+        def tower() -> Any:
+            y = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, tf.constant(kernels[0]), 1, "SAME"), [0.5, 0.0, 2.0]))
+            return tf.nn.relu(tf.nn.conv2d(y, tf.constant(kernels[1]), 1, "SAME"))
+
+        return tf.nn.max_pool2d(tower(), 2, 2, "SAME") + tf.nn.avg_pool2d(tower(), 2, 2, "SAME")
+
+    conversion, data = conversion_of(tmp_path, net, (1, 8, 8, 3))
+    assert conversion.float_ops == ()
+    assert [op.type for op in parse_tflite(data).main.ops()].count("CONV_2D") == 2
+    lines = {str(line.tensor): line for line in conversion.tensors}
+    assert lines["Relu_3:0"].index == lines["Relu_1:0"].index
+    assert lines["Const:0"].runtime is not None
+    assert lines["Const:0"].runtime[0][1] == np.float32(1e-6 / 254)
+
+
 @pytest.mark.parametrize("dims", [1, 2])
 def test_dilated_convolutions_are_int8(tmp_path: Path, dims: int) -> None:
     """The batches and the bias of a dilated convolution on the input are int8, as is the input."""

@@ -325,6 +325,20 @@ def test_the_smallest_range():
         assert scale == np.float32((upper - lower) / 255), (low, high)
 
 
+@pytest.mark.parametrize("zero", ["symmetric", "asymmetric"])
+def test_a_channel_of_zeros_has_the_range_of_the_widest(tmp_path, zero):
+    """Its scale is the step of its bias; a weight without another value than 0 keeps a scale of 1."""
+    weight = np.array([[0.0, 0.0, 0.0], [0.0, 1.27, -0.5]], np.float32)
+    observe = ObserverConfig(name="minmax")
+    site = replace(W, scheme=replace(CHANNEL, zero=zero, narrow=zero == "symmetric", observe=observe))
+    scales, zeros = plain_params(solve_scales(gemm(tmp_path, weight), make_plan(site), {}).params[0])
+    assert (scales[0], zeros[0]) == (scales[1], zeros[1])
+    width, steps = (1.77, 255) if zero == "asymmetric" else (2.54, 254)
+    assert scales[1] == pytest.approx(width / steps)
+    empty = solve_scales(gemm(tmp_path, np.zeros_like(weight)), make_plan(site), {}).params[0]
+    assert plain_params(empty)[0] == [1.0, 1.0]
+
+
 def test_a_sketch_per_channel_serves_a_site_per_tensor_and_the_other_way_round(tmp_path):
     """The union of the channels, or the same range for each."""
     sketches = {TensorRef("", "x"): sketch_values(np.array([[-1.0, 1.55, 0.0]]), 1)}
