@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,32 +66,42 @@ def ranges_as_model(ranges: Iterable[NamedRange], path: Path | None) -> Model:
 
 def ranges_of_model(model: Model) -> Model:
     """Return the learned ranges of a model with quantization ops. Raise a UsageError if it has none."""
-    entries: dict[str, dict[str, NamedRange]] = {}  # by name and graph
+    found: dict[tuple[str, str], tuple[bool, QParams]] = {}
     for graph, name, constant, params in iterate_quantized_tensors(model):
         if isinstance(params.type, IntType) and params.block is None:
-            scale, zero_point = params.scale.reshape(-1), params.zero_point.reshape(-1)
-            entry = NamedRange(
-                name=name,
-                dtype=params.type.name,
-                scale=tuple(scale.astype(float).tolist()),
-                zero_point=tuple(zero_point.tolist()),
-                constant=constant,
-                axis=params.axis or 0,
-            )
-            # A tensor may have several pairs; the first is nearest to its producer.
-            entries.setdefault(name, {}).setdefault(graph, entry)
-    if not entries:
+            found.setdefault((graph, name), (constant, params))  # of several pairs, the one nearest to the producer
+    if not found:
         raise UsageError(
             f"{model.path or 'The model'} has no quantization, so it has no ranges. Pass a quantized model, a TFLite"
             " file, AIMET encodings, a TensorRT calibration cache, or tensor overrides of onnxruntime."
         )
+    names = _unique_names(model, {key: params for key, (_, params) in found.items()})
+    entries = (
+        NamedRange(
+            name=name,
+            dtype=params.type.name,
+            scale=tuple(params.scale.reshape(-1).astype(float).tolist()),
+            zero_point=tuple(params.zero_point.reshape(-1).tolist()),
+            constant=constant,
+            axis=params.axis or 0,
+        )
+        for name, (constant, params) in zip(names, found.values(), strict=True)
+    )
+    return ranges_as_model(entries, model.path)
+
+
+def _unique_names(model: Model, ranges: Mapping[tuple[str, str], QParams]) -> Iterator[str]:
+    """Yield a name for each range, by graph and tensor: `GRAPH/NAME` if not all tensors of that name have this range.
+
+    Branches and functions may have tensors of one name, each with its own range or none.
+    """
     counts = Counter(output.name for _, op in model.reachable_ops() for output in op.outputs)
-    unique = []
-    for name, by_graph in entries.items():
-        # Branches and functions may have tensors of one name, each with its own range or none.
-        is_unique = len({*by_graph.values()}) == 1 and len(by_graph) == counts[name]
-        unique += [e._replace(name=name if is_unique or not g else f"{g}/{name}") for g, e in by_graph.items()]
-    return ranges_as_model(unique, model.path)
+    numbers: dict[str, list[tuple[str, bytes, bytes]]] = defaultdict(list)
+    for (_, name), params in ranges.items():
+        numbers[name].append((params.type.name, params.scale.tobytes(), params.zero_point.tobytes()))
+    for graph, name in ranges:
+        is_unique = len({*numbers[name]}) == 1 and len(numbers[name]) >= counts[name]
+        yield name if is_unique or not graph else f"{graph}/{name}"
 
 
 def read_range_file(path: Path) -> Model:
@@ -213,10 +223,13 @@ def export_ranges(path: Path, model: Model, pairs: Iterable[InsertedPair]) -> No
     Raises a UsageError if the suffix is another one, or the file cannot be written.
     """
     check_export_suffix(path)
-    ranges: dict[str, tuple[InsertedPair, QParams]] = {}
+    found: dict[tuple[str, str], tuple[InsertedPair, QParams]] = {}
     for pair in pairs:
         if isinstance(pair.params, QParams) and isinstance(pair.params.type, IntType) and pair.params.block is None:
-            ranges.setdefault(_file_name(model, pair.site.tensor), (pair, pair.params))
+            tensor = pair.site.tensor
+            found.setdefault((tensor.graph, _file_name(model, tensor)), (pair, pair.params))
+    names = _unique_names(model, {key: params for key, (_, params) in found.items()})
+    ranges = dict(zip(names, found.values(), strict=True))
     content = _EXPORTS[path.suffix](ranges)
     write_file(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
 

@@ -947,13 +947,15 @@ def test_ranges_of_branches(cli: Callable[..., Any], tmp_path: Path) -> None:
     frozen = gq.freeze(gq.load(tmp_path / "net"))
     result = gq.insert(frozen, data=f"{tmp_path / 'both.npz'}", rules="tflite", min_sqnr="none")
     gq.convert_to_tflite(result, tmp_path / "net.tflite")
-    again = gq.insert(tmp_path / "net", ranges=tmp_path / "net.tflite", rules="tflite", validate=False)
-    scales = {
-        pair.site.tensor.graph.split("_")[1]: float(np.asarray(pair.params.scale).item())
-        for pair in again.inserted
-        if "cond" in pair.site.tensor.graph and pair.site.tensor.op.endswith("/Relu")
-    }
-    assert scales["false"] > 3 * scales["true"]
+    variables = gq.insert(tmp_path / "net", data=f"{tmp_path / 'both.npz'}", rules="tflite", min_sqnr="none")
+    for ranges in (tmp_path / "net.tflite", variables.export_ranges(tmp_path / "net.encodings")):
+        again = gq.insert(tmp_path / "net", ranges=ranges, rules="tflite", validate=False)
+        scales = {
+            pair.site.tensor.graph.split("_")[1]: float(np.asarray(pair.params.scale).item())
+            for pair in again.inserted
+            if "cond" in pair.site.tensor.graph and pair.site.tensor.op.endswith("/Relu")
+        }
+        assert scales["false"] > 3 * scales["true"]
     unlowered = gq.insert(
         gq.freeze(gq.load(tmp_path / "functions.pb")), data=f"{tmp_path / 'both.npz'}", rules="tflite"
     )
