@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +28,16 @@ from graphquant.formats.tensorflow.session import (
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
 from graphquant.formats.tensorflow.values import set_constant
-from graphquant.ir import FLOAT_TYPES, STORED_KINDS, Model, Parameters, TensorRef, fully_known_shape, reachable
+from graphquant.ir import (
+    FLOAT_TYPES,
+    STORED_KINDS,
+    Model,
+    Parameters,
+    TensorRef,
+    connected_groups,
+    fully_known_shape,
+    reachable,
+)
 from graphquant.ir.parameters import MAX_FOLDED_ELEMENTS
 
 if TYPE_CHECKING:
@@ -61,16 +70,81 @@ def freeze_graph(model: Model) -> Model:
             graph_def, signatures = emit(model), source.signatures
         else:
             graph_def, signatures = _freeze_signatures(tensorflow, model)
+        _use_defaults(graph_def, signatures)
         _write_inferred_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
     frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
     frozen_model = build_model(frozen, model.path or source.file)
-    if computed := _unknown_constants(frozen_model):
-        graph_def = with_constants(graph_def, computed, {})
-        digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-        frozen_model = build_model(replace(frozen, message=graph_def, digest=digest), model.path or source.file)
+    for change in (_without_dead_branches, _with_computed_constants):
+        changed = change(frozen_model, graph_def)
+        if changed is not None:
+            graph_def, digest = changed, hashlib.sha256(proto.to_binary(changed)).hexdigest()
+            frozen_model = build_model(replace(frozen, message=graph_def, digest=digest), model.path or source.file)
     frozen_model.path = model.path
     return frozen_model
+
+
+def _use_defaults(graph_def: Any, signatures: Sequence[FrozenSignature]) -> None:
+    """Let readers of placeholders with a default read the default: those that no signature has, or truth values.
+
+    A model of TensorFlow 1 asks such a placeholder whether it is being trained.
+    """
+    inputs = {name for signature in signatures for name in signature.inputs.values()}
+    for node in graph_def.node:
+        if node.op != "PlaceholderWithDefault" or node.name in inputs:
+            continue
+        if inputs or proto.dtype_name(node.attr["dtype"].type) == "bool":
+            node.op = "Identity"
+            node.attr["T"].type = node.attr["dtype"].type
+            for name in ("dtype", "shape"):
+                node.attr.pop(name, None)
+
+
+def _without_dead_branches(model: Model, graph_def: Any) -> Any:
+    """Return the graph without branches whose condition is known and which never run, None if there are none."""
+    parameters, main = Parameters(model), model.main
+    conditions = [main.slots(op.name)[1] for op in main.ops() if op.kind == "switch"]
+    known = dict.fromkeys(tensor.op for tensor in conditions if tensor is not None and parameters.is_parameter(tensor))
+    if not known:
+        return None
+    tensorflow = import_tensorflow()
+    from tensorflow.python.grappler import tf_optimizer
+
+    v1 = tensorflow.compat.v1
+    config = v1.ConfigProto()
+    config.graph_options.rewrite_options.optimizers.append("loop")  # it also removes dead branches
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
+        constant = with_constants(graph_def, list(known), {})
+        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(constant)), name="")
+        message = v1.train.export_meta_graph(graph=graph)
+        fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
+        fetched = fetched or [slot.op for name in main.outputs for slot in main.slots(name) if slot is not None]
+        message.collection_def["train_op"].node_list.value.extend(fetched)
+        optimized = tf_optimizer.OptimizeGraph(config, message)
+    changed = proto.GraphDef.FromString(optimized.SerializeToString())
+    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
+    waiting = {node.name for node in changed.node if node.op not in {"Const", "Identity", "NoOp"}}
+    constants = {name for name in inputs if waiting.isdisjoint(reachable([name], inputs.__getitem__))}
+    identities: dict[str, str] = {}
+    for node in changed.node:
+        node.input[:] = [text for text in node.input if text[:1] != "^" or text[1:] not in constants]
+        if node.op == "Identity" and len(node.input) == 1 and node.name not in fetched:
+            identities[node.name] = node.input[0]
+    # The Identities of a resolved condition would separate a layer from its BatchNorm and activation.
+    edges = [(name, source) for name, source in identities.items() if source in identities]
+    groups = connected_groups(identities, edges)
+    conditional = {op.name for op in main.ops() if op.kind in {"switch", "merge"}}
+    bypassed = {name: identities[name] for group in groups if conditional & {*group} for name in group}
+    for node in changed.node:
+        node.input[:] = [_rename_input(text, bypassed, {}) for text in node.input]
+    return _pruned(changed, fetched)
+
+
+def _with_computed_constants(model: Model, graph_def: Any) -> Any:
+    """Return the graph with the values of constants that only TensorFlow can compute, None if there are none."""
+    computed = _unknown_constants(model)
+    return with_constants(graph_def, computed, {}) if computed else None
 
 
 def _unknown_constants(model: Model) -> list[str]:
@@ -115,13 +189,18 @@ def with_constants(graph_def: Any, names: Sequence[str], known: Mapping[str, Arr
             node.Clear()
             node.name, node.op = name, "Const"
             set_constant(node, values[name])
-    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
     read = {proto.input_node(text) for node in graph_def.node for text in node.input}
-    used = set(reachable([name for name in inputs if name not in read], inputs.__getitem__))
-    remaining = [node for node in changed.node if node.name in used or node.op == "Placeholder"]
-    del changed.node[:]
-    changed.node.extend(remaining)
-    return changed
+    return _pruned(changed, [node.name for node in changed.node if node.name not in read])
+
+
+def _pruned(graph_def: Any, outputs: Iterable[str]) -> Any:
+    """Remove the nodes that do not feed outputs, except placeholders, and return the graph."""
+    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in graph_def.node}
+    used = set(reachable(outputs, inputs.__getitem__))
+    remaining = [node for node in graph_def.node if node.name in used or node.op == "Placeholder"]
+    del graph_def.node[:]
+    graph_def.node.extend(remaining)
+    return graph_def
 
 
 def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:

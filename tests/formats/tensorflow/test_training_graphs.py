@@ -275,3 +275,47 @@ def test_recurrent_layers_of_keras(tmp_path: Path, layer: str) -> None:
     loaded = tf.saved_model.load(str(tmp_path / "quantized"))
     expected, actual = network.predict(values, verbose=0), loaded.serve(values).numpy()
     assert 10 * np.log10(np.sum(expected**2) / np.sum((expected - actual) ** 2)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_conditions_on_training_are_resolved_when_a_model_is_frozen(tmp_path: Path, is_functional: bool) -> None:
+    """A frozen model has the branch of inference alone, so its BatchNorm is folded and the TFLite file is integer."""
+    tf = pytest.importorskip("tensorflow")
+    v1, rng = tf.compat.v1, np.random.default_rng(3)
+    kernel, other = rng.normal(size=(2, 3, 3, 4, 4)).astype(np.float32)
+    scale, offset, mean = rng.normal(size=(3, 4)).astype(np.float32)
+    (v1.enable_control_flow_v2 if is_functional else v1.disable_control_flow_v2)()
+    try:
+        with v1.Graph().as_default() as graph, v1.Session() as session:
+            x = v1.placeholder(tf.float32, [None, 8, 8, 4], name="x")
+            training = v1.placeholder_with_default(False, [], name="is_training")
+
+            def normalized(value: Any, is_training: bool) -> Any:
+                moments = {} if is_training else {"mean": mean, "variance": np.float32([1, 2, 0.5, 1])}
+                return v1.nn.fused_batch_norm(value, scale, offset, is_training=is_training, **moments)[0]
+
+            y = tf.nn.conv2d(x, v1.get_variable("kernel", initializer=kernel), 1, "SAME")
+            y = tf.nn.relu(v1.cond(training, lambda: normalized(y, True), lambda: normalized(y, False)))
+            is_trained_on = tf.logical_and(tf.logical_not(tf.logical_not(training)), True)
+            y = v1.cond(is_trained_on, lambda: v1.nn.dropout(y, rate=0.5), lambda: tf.identity(y))
+            tf.identity(tf.nn.conv2d(y, other, 1, "SAME"), name="y")
+            session.run(v1.global_variables_initializer())
+            v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x}, {"y": graph.get_tensor_by_name("y:0")})
+            definition = v1.graph_util.convert_variables_to_constants(session, graph.as_graph_def(), ["y"])
+    finally:
+        v1.enable_control_flow_v2()
+    (tmp_path / "net.pb").write_bytes(definition.SerializeToString())
+    feeds = {"x": rng.normal(size=(24, 8, 8, 4)).astype(np.float32)}
+    for path in (tmp_path / "net", tmp_path / "net.pb"):
+        model = gq.load(path)
+        frozen = gq.freeze(model)
+        assert not {"Switch", "Merge", "RandomUniform", "If", "StatelessIf"} & {op.type for op in frozen.main.ops()}
+        assert [op.name for op in frozen.main.ops() if op.kind == "input"] == ["x"]
+        (expected,), (actual,) = (create_runner(each).run(feeds).values() for each in (model, frozen))
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        result = gq.insert(frozen, data=feeds, rules="tflite", validate=False)
+        assert {step.step for step in result.plan.steps} >= {"fold-batchnorm"}
+        conversion = gq.convert_to_tflite(result, None)
+        assert conversion.agrees
+        assert conversion.float_ops == ()
