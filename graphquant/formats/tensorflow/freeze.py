@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
@@ -72,14 +71,17 @@ def freeze_graph(model: Model) -> Model:
             graph_def, signatures = _freeze_signatures(tensorflow, model)
         _use_defaults(graph_def, signatures)
         _write_inferred_shapes(tensorflow, graph_def)
-    digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
-    frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
-    frozen_model = build_model(frozen, model.path or source.file)
-    for change in (_without_dead_branches, _with_computed_constants):
-        changed = change(frozen_model, graph_def)
-        if changed is not None:
-            graph_def, digest = changed, hashlib.sha256(proto.to_binary(changed)).hexdigest()
-            frozen_model = build_model(replace(frozen, message=graph_def, digest=digest), model.path or source.file)
+
+    def build(graph_def: Any) -> Model:
+        digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
+        frozen = TensorFlowSource(message=graph_def, file=source.file, digest=digest, signatures=signatures)
+        return build_model(frozen, model.path or source.file)
+
+    frozen_model = build(graph_def)
+    while (resolved := _without_dead_branches(frozen_model, graph_def)) is not None:
+        graph_def, frozen_model = resolved, build(resolved)
+    if computed := _unknown_constants(frozen_model):
+        frozen_model = build(with_constants(graph_def, computed, {}))
     frozen_model.path = model.path
     return frozen_model
 
@@ -101,10 +103,14 @@ def _use_defaults(graph_def: Any, signatures: Sequence[FrozenSignature]) -> None
 
 
 def _without_dead_branches(model: Model, graph_def: Any) -> Any:
-    """Return the graph without branches whose condition is known and which never run, None if there are none."""
+    """Return the graph without the dead branches of known conditions, None if there are none.
+
+    A condition in a branch of another one is known when that one is resolved. Conditions in loops are left.
+    """
     parameters, main = Parameters(model), model.main
-    conditions = [main.slots(op.name)[1] for op in main.ops() if op.kind == "switch"]
-    known = dict.fromkeys(tensor.op for tensor in conditions if tensor is not None and parameters.is_parameter(tensor))
+    switches = [op.name for op in main.ops() if op.kind == "switch"]
+    conditions = [tensor for tensor in (main.slots(name)[1] for name in switches) if tensor is not None]
+    known = _unconditional(model, {tensor.op for tensor in conditions if parameters.is_parameter(tensor)})
     if not known:
         return None
     tensorflow = import_tensorflow()
@@ -115,7 +121,7 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
     config.graph_options.rewrite_options.optimizers.append("loop")  # it also removes dead branches
     config.graph_options.rewrite_options.min_graph_nodes = -1
     with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
-        constant = with_constants(graph_def, list(known), {})
+        constant = with_constants(graph_def, sorted(known), {})
         v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(constant)), name="")
         message = v1.train.export_meta_graph(graph=graph)
         fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
@@ -123,6 +129,8 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
         message.collection_def["train_op"].node_list.value.extend(fetched)
         optimized = tf_optimizer.OptimizeGraph(config, message)
     changed = proto.GraphDef.FromString(optimized.SerializeToString())
+    if sum(node.op == "Switch" for node in changed.node) == len(switches):
+        return None
     inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
     waiting = {node.name for node in changed.node if node.op not in {"Const", "Identity", "NoOp"}}
     constants = {name for name in inputs if waiting.isdisjoint(reachable([name], inputs.__getitem__))}
@@ -141,10 +149,14 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
     return _pruned(changed, fetched)
 
 
-def _with_computed_constants(model: Model, graph_def: Any) -> Any:
-    """Return the graph with the values of constants that only TensorFlow can compute, None if there are none."""
-    computed = _unknown_constants(model)
-    return with_constants(graph_def, computed, {}) if computed else None
+def _unconditional(model: Model, names: Collection[str]) -> set[str]:
+    """Return the ops that run in each run of the model: no branch or loop of TensorFlow 1 computes or controls them."""
+    main, inputs = model.main, {node.name: node.input for node in emit(model).node} if names else {}
+
+    def is_unconditional(source: str) -> bool:
+        return main.op(source).kind not in _LOOP_KINDS and not any(text[:1] == "^" for text in inputs.get(source, ()))
+
+    return {name for name in names if all(map(is_unconditional, reachable([name], main.predecessors)))}
 
 
 def _unknown_constants(model: Model) -> list[str]:
@@ -154,7 +166,6 @@ def _unknown_constants(model: Model) -> list[str]:
     its runtime ignores in products. Ops in loops of TensorFlow 1, which depend on control inputs, are left out.
     """
     parameters, main, names = Parameters(model), model.main, []
-    controlled = {node.name for node in emit(model).node if any(text.startswith("^") for text in node.input)}
     for op in main.ops():
         tensor = TensorRef("", op.name)
         if op.kind in STORED_KINDS or not parameters.is_parameter(tensor) or len(op.outputs) != 1:
@@ -163,12 +174,10 @@ def _unknown_constants(model: Model) -> list[str]:
         is_small = sizes is not None and math.prod(sizes) <= MAX_FOLDED_ELEMENTS
         is_read = any(not parameters.is_parameter(TensorRef("", use.op)) for use in main.consumers(tensor))
         is_candidate = op.outputs[0].dtype in FLOAT_TYPES and is_small and is_read
-        if not is_candidate or parameters.value(tensor) is not None:
-            continue
-        sources = reachable([op.name], main.predecessors)
-        if not controlled.intersection(sources) and not any(main.op(name).kind in _LOOP_KINDS for name in sources):
+        if is_candidate and parameters.value(tensor) is None:
             names.append(op.name)
-    return names
+    unconditional = _unconditional(model, names)
+    return [name for name in names if name in unconditional]
 
 
 def with_constants(graph_def: Any, names: Sequence[str], known: Mapping[str, Array]) -> Any:

@@ -299,6 +299,7 @@ def test_conditions_on_training_are_resolved_when_a_model_is_frozen(tmp_path: Pa
             y = tf.nn.relu(v1.cond(training, lambda: normalized(y, True), lambda: normalized(y, False)))
             is_trained_on = tf.logical_and(tf.logical_not(tf.logical_not(training)), True)
             y = v1.cond(is_trained_on, lambda: v1.nn.dropout(y, rate=0.5), lambda: tf.identity(y))
+            y = v1.cond(training, lambda: y, lambda: v1.cond(training, lambda: -y, lambda: tf.identity(y)))
             tf.identity(tf.nn.conv2d(y, other, 1, "SAME"), name="y")
             session.run(v1.global_variables_initializer())
             v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x}, {"y": graph.get_tensor_by_name("y:0")})
