@@ -43,6 +43,11 @@ class InputSpec:
     aliases: tuple[str, ...] = ()  # other names under which data may hold the input ("x:0", the key of a signature)
     signatures: tuple[str, ...] = ()  # the signatures of a TensorFlow model that take the input
 
+    @property
+    def key(self) -> str:
+        """The key of the input in its signature, or its name."""
+        return self.aliases[-1] if self.aliases and ":" not in self.aliases[-1] else self.name
+
 
 class OpProfile(NamedTuple):
     """Seconds that each op of a model takes in one run.

@@ -78,15 +78,17 @@ def dtype_kind(dtype: np.dtype[Any]) -> str:
 def match_input_keys(label: str, available_keys: Sequence[str], request: DataRequest) -> list[str]:
     """Return the key of each input: the requested key, its name, or an alias that is not the name of another input."""
     names, input_keys = request.input_names, request.source.input_keys
+    keys = [model_input.key for model_input in request.inputs]
+    keys = keys if len({*keys}) == len(keys) else names
     for name in input_keys:
-        if name not in names:
+        if name not in names and name not in keys:
             raise DataError(
                 f"inputs.{name}={input_keys[name]} does not match an input of the model, which takes"
-                f" {', '.join(map(repr, sorted(names)))}.{did_you_mean(name, names)} Use one of these names."
+                f" {', '.join(map(repr, sorted(keys)))}.{did_you_mean(name, keys)} Use one of these names."
             )
     matched_keys: list[str] = []
-    for model_input in request.inputs:
-        requested_key = input_keys.get(model_input.name)
+    for model_input, input_key in zip(request.inputs, keys, strict=True):
+        requested_key = input_keys.get(input_key, input_keys.get(model_input.name))
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)
@@ -95,17 +97,16 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
             unused_keys = [available for available in available_keys if available not in used]
             other_key = unused_keys[0] if len(unused_keys) == 1 else "NAME"
             advice = (
-                f"Save each array under the name of its input, or add ',inputs.{model_input.name}={other_key}' to the"
-                " spec."
+                f"Save each array under the name of its input, or add ',inputs.{input_key}={other_key}' to the spec."
                 if request.source.memory is None
                 else "Use the name of its input as the key of each array."
             )
             available_text = ", ".join(map(repr, available_keys)) or "no arrays"
             raise MissingArrayError(
-                f"{label} has no array {requested_key!r} for input {model_input.name!r}. It contains {available_text}."
+                f"{label} has no array {requested_key!r} for input {input_key!r}. It contains {available_text}."
                 if requested_key
-                else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
-                f" takes {', '.join(map(repr, names))}.{did_you_mean(model_input.name, available_keys)} {advice}"
+                else f"{label} has no array for input {input_key!r}. It contains {available_text}; the model"
+                f" takes {', '.join(map(repr, keys))}.{did_you_mean(input_key, available_keys)} {advice}"
             )
         matched_keys.append(key)
     return matched_keys

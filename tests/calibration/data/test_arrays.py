@@ -8,8 +8,8 @@ import time
 import tracemalloc
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,26 +20,23 @@ from support.data_files import assert_feed
 
 from graphquant.calibration.data import Dataset, arrays, open_data
 from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+from graphquant.ir import Shape
 
 
-@dataclass(frozen=True)
-class Spec:
-    """Description of an input."""
-
-    name: str = "x"
-    dtype: str = "float32"
-    shape: tuple[int | None, ...] | None = (None, 3)
-    aliases: tuple[str, ...] = ()
+def input_spec(name: str = "x", dtype: str = "float32", shape: Shape | None = (None, 3), **fields: Any) -> InputSpec:
+    """Return an input, by default of rows of three floats."""
+    return InputSpec(name=name, dtype=dtype, shape=shape, **fields)
 
 
 @pytest.fixture
 def open_arrays(tmp_path: Path):
     """Save arrays and open them for inputs."""
 
-    def do(arrays, *inputs: Spec, samples: int | None = None, compressed: bool = False) -> Dataset:
+    def do(arrays, *inputs: InputSpec, samples: int | None = None, compressed: bool = False) -> Dataset:
         path = tmp_path / "data.npz"
         (np.savez_compressed if compressed else np.savez)(path, **arrays)
-        return open_data(str(path), inputs or (Spec(),), samples=samples)
+        return open_data(str(path), inputs or (input_spec(),), samples=samples)
 
     return do
 
@@ -68,7 +65,7 @@ def test_headers_are_read_in_threads(tmp_path: Path) -> None:
     gc.set_threshold(5)
 
     def count_samples(_: int) -> int:
-        return open_data(str(tmp_path / "data.npz"), (Spec(),), samples=None).count
+        return open_data(str(tmp_path / "data.npz"), (input_spec(),), samples=None).count
 
     try:
         with ThreadPoolExecutor(4) as threads:
@@ -82,26 +79,31 @@ def test_whole_feeds(open_arrays) -> None:
     """An array with one more axis, or any array for an input of unknown rank, is a stack of whole feeds."""
     whole = X.reshape(2, 2, 3)
     for shape in [(None, 3), (2, 3), None]:
-        feeds = list(open_arrays({"x": whole}, Spec(shape=shape)))
+        feeds = list(open_arrays({"x": whole}, input_spec(shape=shape)))
         assert len(feeds) == 2
         assert_feed(feeds[1], x=whole[1])
-    scalars = list(open_arrays({"x": X[:, 0]}, Spec(shape=())))
+    scalars = list(open_arrays({"x": X[:, 0]}, input_spec(shape=())))
     assert_feed(scalars[2], x=np.array(6.0, np.float32))
 
 
 def test_fixed_batch_size(open_arrays) -> None:
     """With a fixed batch size k, k entries form one feed. A remainder is an error."""
-    feeds = list(open_arrays({"x": X}, Spec(shape=(2, 3))))
+    feeds = list(open_arrays({"x": X}, input_spec(shape=(2, 3))))
     assert len(feeds) == 2
     assert_feed(feeds[1], x=X[2:])
     with pytest.raises(DataError, match=r" 4 entries,.*'x' takes 3 .*: 1 "):
-        open_arrays({"x": X}, Spec(shape=(3, 3)))
+        open_arrays({"x": X}, input_spec(shape=(3, 3)))
 
 
 def test_arrays_shared_by_all_samples(open_arrays) -> None:
     """A state of exactly the fixed shape and a scalar go to each sample. Alone, they are one sample."""
     state, rate = np.ones((2, 1, 5), np.float32), np.array(0.5, np.float32)
-    inputs = (Spec(), Spec("state", shape=(2, None, 5)), Spec("rate", shape=()), Spec("any", shape=None))
+    inputs = (
+        input_spec(),
+        input_spec("state", shape=(2, None, 5)),
+        input_spec("rate", shape=()),
+        input_spec("any", shape=None),
+    )
     feeds = list(open_arrays({"x": X, "state": state, "rate": rate, "any": rate}, *inputs))
     assert len(feeds) == 4
     assert_feed(feeds[3], x=X[3:], state=state, rate=rate, any=rate)
@@ -110,23 +112,33 @@ def test_arrays_shared_by_all_samples(open_arrays) -> None:
 
 def test_aliases(open_arrays) -> None:
     """A tensor name or signature key is accepted. The name of the input takes precedence."""
-    taker = Spec("serving_default_x", aliases=("x:0", "image"))
+    taker = input_spec("serving_default_x", aliases=("x:0", "image"))
     assert_feed(next(iter(open_arrays({"x:0": X}, taker))), serving_default_x=X[:1])
     batches = open_arrays({"image": X + 1, "serving_default_x": X}, taker)
     assert batches.ignored == ("image",)
     assert_feed(next(iter(batches)), serving_default_x=X[:1])
 
 
+def test_arrays_are_requested_by_the_key_of_the_signature(open_arrays, tmp_path: Path) -> None:
+    """A spec names an input by its key or its name, and messages have the key."""
+    taker = input_spec("serving_default_x", aliases=("x:0", "image"))
+    with pytest.raises(DataError, match=r"inputs\.image=pixels"):
+        open_arrays({"pixels": X}, taker)
+    for name in ("image", "serving_default_x"):
+        batches = open_data(f"{tmp_path / 'data.npz'},inputs.{name}=pixels", (taker,))
+        assert_feed(next(iter(batches)), serving_default_x=X[:1])
+
+
 def test_alias_equal_to_another_input(open_arrays) -> None:
     """An array never feeds two inputs."""
     with pytest.raises(DataError, match=r"'a'\. .* 'b'"):
-        open_arrays({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
+        open_arrays({"b": X}, input_spec("a", aliases=("b",)), input_spec("b"))
 
 
 def test_missing_keys(open_arrays) -> None:
     """The error for a missing input lists the available keys, the inputs and a suggestion."""
     with pytest.raises(DataError) as caught:
-        open_arrays({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
+        open_arrays({"imagse": X, "labels": X}, input_spec("images"), input_spec("rate"))
     for part in ("input 'images'", "contains 'imagse', 'labels'", "takes 'images', 'rate'", "Did you mean 'imagse'"):
         assert part in str(caught.value)
     with pytest.raises(DataError, match=r"'x'\. .* 'y'"):
@@ -136,7 +148,7 @@ def test_missing_keys(open_arrays) -> None:
 def test_different_sample_counts(open_arrays) -> None:
     """The error for different numbers of samples names both inputs and counts."""
     with pytest.raises(DataError, match=r"array 'x' has 4 .*array 'y' has 3"):
-        open_arrays({"x": X, "y": X[:3]}, Spec(), Spec("y"))
+        open_arrays({"x": X, "y": X[:3]}, input_spec(), input_spec("y"))
 
 
 @pytest.mark.parametrize(
@@ -158,17 +170,17 @@ def test_different_sample_counts(open_arrays) -> None:
 def test_invalid_shapes(open_arrays, array, shape, message: str) -> None:
     """The error names the input, both shapes and a fix."""
     with pytest.raises(DataError, match=message):
-        open_arrays({"x": array.astype(np.float32)}, Spec(shape=shape))
+        open_arrays({"x": array.astype(np.float32)}, input_spec(shape=shape))
 
 
 def test_safe_conversions(open_arrays) -> None:
     """Floats become floats of the input, integers become its integers if they are in range."""
     assert_feed(next(iter(open_arrays({"x": X.astype(np.float64)}))), x=X[:1])
     integers = np.array([[1, 2, -3]])
-    assert_feed(next(iter(open_arrays({"x": integers}, Spec(dtype="int32")))), x=integers.astype(np.int32))
+    assert_feed(next(iter(open_arrays({"x": integers}, input_spec(dtype="int32")))), x=integers.astype(np.int32))
     text = np.array([["a", "b", "c"]])
-    assert_feed(next(iter(open_arrays({"x": text}, Spec(dtype="string")))), x=text.astype(object))
-    half = next(iter(open_arrays({"x": X}, Spec(dtype="bfloat16"))))["x"]
+    assert_feed(next(iter(open_arrays({"x": text}, input_spec(dtype="string")))), x=text.astype(object))
+    half = next(iter(open_arrays({"x": X}, input_spec(dtype="bfloat16"))))["x"]
     assert (half.dtype.name, half.astype(np.float32).tolist()) == ("bfloat16", [[0.0, 1.0, 2.0]])
 
 
@@ -192,7 +204,7 @@ def test_safe_conversions(open_arrays) -> None:
 def test_invalid_dtypes(open_arrays, array, dtype: str, message: str) -> None:
     """Another kind of number, or a value out of range, is rejected with a fix."""
     with pytest.raises(DataError, match=message):
-        open_arrays({"x": array}, Spec(dtype=dtype))
+        open_arrays({"x": array}, input_spec(dtype=dtype))
 
 
 def test_nan_and_infinity(open_arrays) -> None:
@@ -232,7 +244,7 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
     path = tmp_path / "big.npz"
     np.savez(path, x=np.zeros((4000, 4096), np.float32))  # 64 MiB
     tracemalloc.start()
-    assert sum(1 for _ in open_data(str(path), [Spec(shape=(None, 4096))])) == 4000
+    assert sum(1 for _ in open_data(str(path), [input_spec(shape=(None, 4096))])) == 4000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24 << 20
@@ -246,7 +258,7 @@ def test_fortran_order_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "big.npy", values)
     for name in ("big.npz", "big.npy"):
         tracemalloc.start()
-        batches = open_data(str(tmp_path / name), [Spec(shape=(None, 4096))])
+        batches = open_data(str(tmp_path / name), [input_spec(shape=(None, 4096))])
         seen = [feed["x"][0, 5] for feed in batches.feeds_between(3990, 4000)]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -258,35 +270,35 @@ def test_bfloat16(tmp_path: Path) -> None:
     """Raw bytes of bfloat16 and other small types are read if the input has that type."""
     values = X.astype(ml_dtypes.bfloat16)
     np.savez(tmp_path / "data.npz", x=values)
-    for feed, row in zip(open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")]), values, strict=True):
+    for feed, row in zip(open_data(str(tmp_path / "data.npz"), [input_spec(dtype="bfloat16")]), values, strict=True):
         assert_feed(feed, x=row[None])
     np.save(tmp_path / "data.npy", X.astype(ml_dtypes.float8_e4m3fn))
-    (feed,) = open_data(str(tmp_path / "data.npy"), [Spec(dtype="float8_e4m3fn")], samples=1)
+    (feed,) = open_data(str(tmp_path / "data.npy"), [input_spec(dtype="float8_e4m3fn")], samples=1)
     assert feed["x"].astype(np.float32).tolist() == [[0.0, 1.0, 2.0]]
     with pytest.raises(DataError, match=r"array 'x' is .*V2.*, but input 'x' takes float32"):
-        open_data(str(tmp_path / "data.npz"), [Spec()])
+        open_data(str(tmp_path / "data.npz"), [input_spec()])
     values[1, 2] = np.nan
     np.savez(tmp_path / "data.npz", x=values)
     with pytest.raises(DataError, match=r"array 'x' has 1 NaN.* \[1, 2\]"):
-        open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")])
+        open_data(str(tmp_path / "data.npz"), [input_spec(dtype="bfloat16")])
 
 
 def test_npy_and_folders(tmp_path: Path) -> None:
     """An .npy file feeds models with one input. The files of a folder are fitted separately."""
     np.save(tmp_path / "a.npy", X)
     with pytest.raises(DataError, match=r"a\.npy .*one array.* 'x', 'y'"):
-        open_data(str(tmp_path / "a.npy"), [Spec(), Spec("y")])
+        open_data(str(tmp_path / "a.npy"), [input_spec(), input_spec("y")])
     np.save(tmp_path / "b.npy", X[0])
     np.save(tmp_path / "c.npy", np.zeros((0, 3), np.float32))
     np.save(tmp_path / "d.npy", X[1:].astype(np.float64))
-    batches = open_data(str(tmp_path), [Spec()])
+    batches = open_data(str(tmp_path), [input_spec()])
     wanted = [*X.tolist(), *X[:1].tolist(), *X[1:].tolist()]
     assert [feed["x"][0].tolist() for feed in batches] == wanted
     assert [feed["x"][0].tolist() for feed in batches.feeds_between(3, 6)] == wanted[3:6]
-    assert open_data(str(tmp_path), [Spec()], samples=5).count == 5
+    assert open_data(str(tmp_path), [input_spec()], samples=5).count == 5
     np.save(tmp_path / "e.npy", X.reshape(3, 4))
     with pytest.raises(DataError, match=r"e\.npy: array 'x' is \[3, 4\]"):
-        open_data(str(tmp_path), [Spec()])
+        open_data(str(tmp_path), [input_spec()])
 
 
 def test_background_check(tmp_path: Path, monkeypatch) -> None:
@@ -296,14 +308,14 @@ def test_background_check(tmp_path: Path, monkeypatch) -> None:
     go = threading.Event()
     scan = arrays._scan_array
     monkeypatch.setattr(arrays, "_scan_array", lambda *given, **more: go.wait(60) and scan(*given, **more))
-    found = open_data(str(path), (Spec(),), check_in_background=True)
+    found = open_data(str(path), (input_spec(),), check_in_background=True)
     assert_feed(next(found.feeds_between(1, 2)), x=X[1:2])
     found.raise_read_errors()
     go.set()
-    assert found.final_digest() == open_data(str(path), (Spec(),)).final_digest()
+    assert found.final_digest() == open_data(str(path), (input_spec(),)).final_digest()
     found.raise_read_errors()
     np.savez(path, x=np.where(np.arange(3) == 1, np.nan, X))
-    found = open_data(str(path), (Spec(),), check_in_background=True)
+    found = open_data(str(path), (input_spec(),), check_in_background=True)
     for tell in (found.final_digest, found.raise_read_errors):
         with pytest.raises(DataError, match="has 4 NaN or infinite values"):
             tell()
@@ -314,25 +326,25 @@ def test_nan_without_require_finite(tmp_path: Path) -> None:
     bad = X.astype(np.float64)
     bad[2, 1] = np.nan
     np.savez(tmp_path / "data.npz", x=bad)
-    feeds = list(open_data(str(tmp_path / "data.npz"), [Spec()], require_finite=False))
+    feeds = list(open_data(str(tmp_path / "data.npz"), [input_spec()], require_finite=False))
     assert np.isnan(feeds[2]["x"][0, 1])
     bad[0, 0] = 1e300
     np.savez(tmp_path / "data.npz", x=bad)
     with pytest.raises(DataError, match="outside the range"):
-        open_data(str(tmp_path / "data.npz"), [Spec()], require_finite=False)
+        open_data(str(tmp_path / "data.npz"), [input_spec()], require_finite=False)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     """Missing, empty, invalid and unknown files are reported."""
     path = tmp_path / "data.npz"
     with pytest.raises(DataError, match="does not exist"):
-        open_data(str(path), [Spec()])
+        open_data(str(path), [input_spec()])
     path.write_bytes(b"not a zip")
     with pytest.raises(DataError, match=r"data\.npz cannot be read: .*zip"):
-        open_data(str(path), [Spec()])
+        open_data(str(path), [input_spec()])
     (tmp_path / "data.csv").write_text("1,2,3")
     with pytest.raises(DataError, match=r"data\.csv .*known kind"):
-        open_data(str(tmp_path / "data.csv"), [Spec()])
+        open_data(str(tmp_path / "data.csv"), [input_spec()])
 
 
 def npy(header: bytes, body: bytes = b"") -> bytes:
@@ -362,7 +374,7 @@ def test_hostile_arrays(tmp_path: Path, member: bytes) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", member)
     with pytest.raises(DataError, match=r"data\.npz"):
-        open_data(str(path), [Spec()])
+        open_data(str(path), [input_spec()])
 
 
 def good_file() -> bytes:
@@ -386,12 +398,18 @@ def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> Non
     for content in (bytes(flipped), GOOD[:end]):
         path.write_bytes(content)
         with contextlib.suppress(DataError):
-            assert len(list(open_data(str(path), [Spec()]))) >= 1
+            assert len(list(open_data(str(path), [input_spec()]))) >= 1
 
 
 def test_random_data() -> None:
     """Random data is marked as random, reproducible, and depends on name, dtype and shape of the input."""
-    inputs = [Spec(), Spec("y"), Spec("i", "uint8", (2, 50)), Spec("n", "int64", (None, 40)), Spec("b", "bool", ())]
+    inputs = [
+        input_spec(),
+        input_spec("y"),
+        input_spec("i", "uint8", (2, 50)),
+        input_spec("n", "int64", (None, 40)),
+        input_spec("b", "bool", ()),
+    ]
     batches = open_data("random:3", inputs)
     assert (batches.count, batches.random, batches.ignored) == (3, True, ())
     feeds, again = list(batches), list(open_data("random:3", inputs))
@@ -415,18 +433,18 @@ def test_random_data() -> None:
 @pytest.mark.parametrize(
     ("spec", "taker", "message"),
     [
-        ("random:", Spec(), "'random:'.* random:8"),
-        ("random:0", Spec(), "'random:0'.* random:8"),
-        ("random:-1", Spec(), "'random:-1'.* random:8"),
-        ("random:99999999999", Spec(), "'random:99999999999'.* random:8"),
-        ("random:2", Spec(shape=None), "no known rank"),
-        ("random:2", Spec(shape=(None, None, 3)), r"the shape \[\?, \?, 3\]"),
-        ("random:2", Spec(shape=(1, 1 << 40)), "too large"),
-        ("random:2", Spec(dtype="string"), "'x' of string"),
-        ("random:2", Spec(dtype="resource"), "'x' of resource"),
+        ("random:", input_spec(), "'random:'.* random:8"),
+        ("random:0", input_spec(), "'random:0'.* random:8"),
+        ("random:-1", input_spec(), "'random:-1'.* random:8"),
+        ("random:99999999999", input_spec(), "'random:99999999999'.* random:8"),
+        ("random:2", input_spec(shape=None), "no known rank"),
+        ("random:2", input_spec(shape=(None, None, 3)), r"the shape \[\?, \?, 3\]"),
+        ("random:2", input_spec(shape=(1, 1 << 40)), "too large"),
+        ("random:2", input_spec(dtype="string"), "'x' of string"),
+        ("random:2", input_spec(dtype="resource"), "'x' of resource"),
     ],
 )
-def test_unsupported_random_data(spec: str, taker: Spec, message: str) -> None:
+def test_unsupported_random_data(spec: str, taker: InputSpec, message: str) -> None:
     """Unknown sizes are not guessed."""
     with pytest.raises(DataError, match=message):
         open_data(spec, [taker])
@@ -434,7 +452,7 @@ def test_unsupported_random_data(spec: str, taker: Spec, message: str) -> None:
 
 def test_compressed_arrays_are_bounded(tmp_path) -> None:
     """A small file that claims far more bytes is rejected before it is read; `max_size` sets another limit."""
-    inputs = [Spec(name="x", dtype="float32", shape=(None, 1024))]
+    inputs = [input_spec(name="x", dtype="float32", shape=(None, 1024))]
     path = tmp_path / "zeros.npz"
     np.savez_compressed(path, x=np.zeros(((1 << 16) + 1024, 1024), np.float32))
     with pytest.raises(DataError, match="268,435,456") as caught:
