@@ -107,6 +107,7 @@ class OnnxRunner:
         self._numbered: _NumberedModel | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
+        self._output_names = [info.name for info in infos]
         # Float feeds of integer inputs are quantized, and integer outputs dequantized.
         self._integers = _integer_params(model)
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
@@ -191,8 +192,8 @@ class OnnxRunner:
     def output_tensors(self) -> Mapping[str, TensorRef]:
         """Tensor of each entry of `outputs` that is not an integer in place of a float."""
         main, output_names = self.model.main, set(self.outputs) - self._integers.keys()
-        infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
-        producers = {info.name: main.source_of(Use("", label, 0)) for info, label in infos if info.name in output_names}
+        labels = zip(self._output_names, main.outputs, strict=True)
+        producers = {name: main.source_of(Use("", label, 0)) for name, label in labels if name in output_names}
         return {name: tensor for name, tensor in producers.items() if tensor is not None}
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
