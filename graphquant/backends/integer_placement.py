@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
@@ -240,6 +241,15 @@ class Placement:
         """Indices of the groups that the plan lets run on integers, and that may become float."""
         return [i for i, group in enumerate(self.groups) if group.has_int8_kernel and not group.fixed]
 
+    @cached_property
+    def neighbors(self) -> list[tuple[list[int], list[int]]]:
+        """The groups that each group reads, and those that read it."""
+        neighbors = []
+        for group in self.groups:
+            readers = [reader for position in group.writes for reader in self.tensors[position].readers]
+            neighbors.append((list(dict.fromkeys(self.producers(group))), list(dict.fromkeys(readers))))
+        return neighbors
+
     def producers(self, group: FusedOps) -> list[int]:
         """Return the groups whose outputs `group` reads."""
         return [self.tensors[position].producer for position in group.reads]
@@ -295,6 +305,7 @@ class PlacementSearch:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
         self.is_int8 = [group.fixed for group in groups]
+        self._rejected: set[tuple[int, ...]] = set()  # groups whose change saved no time since the last change
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
         # as integers in int8, the number of DequantizeLinears of each group, and their time for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
@@ -351,15 +362,20 @@ class PlacementSearch:
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
+        key = tuple(sorted(indices))
+        if key in self._rejected:
+            return False
         before, to_int8 = self.time, not any(self.is_int8[index] for index in indices)
         for index in indices:
             self.flip(index)
         tolerance = 1e-9 * max(abs(before), 1.0)
         if self.time < before - tolerance or (to_int8 and self.time <= before + tolerance):
+            self._rejected.clear()
             return bool(indices)
         for index in reversed(indices):
             self._toggle(index)
         self.time = before
+        self._rejected.add(key)
         return False
 
     def run(self) -> list[int]:
@@ -384,6 +400,7 @@ class PlacementSearch:
     def set_int8(self, indices: Iterable[int]) -> None:
         """Let exactly the groups `indices` run on integers."""
         chosen = {*indices}
+        self._rejected.clear()
         for index in self.decidable:
             if self.is_int8[index] != (index in chosen):
                 self.flip(index)
@@ -404,10 +421,9 @@ class PlacementSearch:
         """Try to change each op with its producers and with its readers of the same kind."""
         changed = False
         for index in self.decidable:
-            group, label = self.placement.groups[index], self.is_int8[index]
-            readers = [reader for position in group.writes for reader in self.placement.tensors[position].readers]
-            for others in (self.placement.producers(group), readers):
-                same = [i for i in dict.fromkeys(others) if self.is_decidable[i] and self.is_int8[i] == label]
+            label = self.is_int8[index]
+            for others in self.placement.neighbors[index]:
+                same = [i for i in others if self.is_decidable[i] and self.is_int8[i] == label]
                 if same and len(same) <= MAX_NEIGHBORS and self.is_int8[index] == label:
                     changed |= self.try_flips([index, *same])
         return changed

@@ -135,7 +135,8 @@ class _RuntimeJudge:
         self.hosts: dict[OpKey, OpKey | None] = {}
         for name in reversed(model.reachable_graphs()):
             for op_name in reversed(model.graphs[name].topological_order()):
-                self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
+                if model.graphs[name].op(op_name).kind != "constant":
+                    self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
 
     def _find_host(self, graph: Graph, name: str) -> OpKey | None:
         """Return the op of the optimized model that does the work of an op; None if it was removed."""

@@ -76,6 +76,7 @@ class Graph:
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
         self._ops: dict[str, Op] = {}
         self._slots: dict[str, list[TensorRef | None]] = {}  # source tensor of each slot of each op
+        self._may_call = False  # True if an op with calls was added
         self._successors: dict[str, Edges] = {}
         self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
@@ -139,7 +140,7 @@ class Graph:
 
     def calls(self) -> Iterator[tuple[Op, Call]]:
         """Yield the calls of all ops, each with its op."""
-        for op in self._ops.values():
+        for op in self._ops.values() if self._may_call else ():
             for call in op.calls:
                 yield op, call
 
@@ -234,6 +235,7 @@ class Graph:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
         self._ops[op.name], self._slots[op.name] = op, []
+        self._may_call = self._may_call or bool(op.calls)
         self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
@@ -302,6 +304,7 @@ class Graph:
     def replace_op(self, op: Op) -> None:
         """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
         self._ops[op.name] = op
+        self._may_call = self._may_call or bool(op.calls)
         self.reserved_names.update(output.name for output in op.outputs if output.name)
 
     def remove_op(self, name: str) -> None:
@@ -375,6 +378,7 @@ class Graph:
     def copy(self, graphs: dict[str, Graph], reserved_names: set[str]) -> Graph:
         """Return a copy of the graph for the model with `graphs`."""
         copied = Graph(self.name, graphs, parent=self.parent, reserved_names=reserved_names)
+        copied._may_call = self._may_call
         copied._ops.update(self._ops)
         copied._slots.update((name, list(slots)) for name, slots in self._slots.items())
         copied._successors.update((name, dict(edges)) for name, edges in self._successors.items())
@@ -596,16 +600,21 @@ def check_invariants(model: Model, stage: str) -> None:
 
 
 def _check_slots(graph: Graph, stage: str) -> None:
-    unmatched_edges = 0
-    for name, op in graph._ops.items():  # noqa: SLF001  # the names are checked
+    unmatched_edges, ops = 0, graph._ops  # noqa: SLF001  # the names are checked
+    for name, op in ops.items():
         # Case 1: the op has its name.
         if not isinstance(op, Op) or op.name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(graph.slots(name)):
-            if tensor is not None:
+            if tensor is None:
+                continue
+            is_own = tensor.graph == graph.name
+            unmatched_edges += is_own
+            # Nearly all slots have their edge in the same graph. The others are examined, as are broken ones.
+            edge = graph.successors(tensor.op).get(name, {}).get(slot) if is_own and tensor.op in ops else None
+            if edge is None or edge["port"] != tensor.port or not 0 <= tensor.port < len(ops[tensor.op].outputs):
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
-                unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
     targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
     for source, target, edges in targets:
@@ -622,14 +631,13 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
-    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
-    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
+    source_graph = graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
     outputs = len(source_graph.op(tensor.op).outputs)
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    target, key = (use.op, use.slot) if is_own else graph.edge_key(use, tensor)[1:]
+    target, key = graph.edge_key(use, tensor)[1:]
     edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")

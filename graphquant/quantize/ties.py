@@ -266,7 +266,8 @@ def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEd
     params = grid.qparams(shared, axis=site.axis, block=scheme.block_size)
     if scheme.range == "observed":
         params = _fit_inside_clip(state, ranged, params)
-    params = replace(params, op_range=union if scheme.range == "given" else None)
+    if scheme.range == "given":
+        params = replace(params, op_range=union)
     for index in ranged:
         state.params[index] = params
         if len(ranged) > 1:

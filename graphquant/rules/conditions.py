@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from graphquant.ir import (
     LOOP_KINDS,
     MAC_KINDS,
     MATRIX_PRODUCT_KINDS,
+    PSEUDO_KINDS,
     TRANSPARENT_KINDS,
     Graph,
     Model,
@@ -402,7 +403,7 @@ def find_pattern(
     """Return for each part the ops that have its role in a match; the first match at each op counts."""
     ops_by_name: dict[str, set[tuple[str, str]]] = {part: set() for part in (ANY_OP, *(op.name for op in pattern_ops))}
     search = _PatternSearch(neighbors, name, pattern_ops)
-    for root in search.possible_roots():
+    for root in search.possible_roots() if search.may_occur() else ():
         bound = search.bind_pattern(root) or {}
         for part, tensor in bound.items():
             for role in {ANY_OP, part} & ops_by_name.keys() if part in search.definitions else ():
@@ -438,6 +439,22 @@ class _PatternSearch:
             fitting = [output for output in examined if any(self._is_op(op, output[1]) for op in ops)]
             roots += outputs if fitting and not has_position else fitting
         return [root for _, root in sorted(roots, key=itemgetter(0))]
+
+    def may_occur(self) -> bool:
+        """Return False if the model lacks the kinds and types of a part, as it does for most patterns."""
+        op_types = {(kind, type_) for kind, type_, _ in self._neighbors.first_outputs}
+
+        def is_present(op: PatternOp) -> bool:
+            is_any = not op.kinds.isdisjoint(PSEUDO_KINDS)
+            return is_any or any(kind in op.kinds or type_ in op.types for kind, type_ in op_types)
+
+        @cache
+        def may_occur(name: str) -> bool:
+            return name not in self.definitions or any(
+                (op.is_alias or is_present(op)) and all(map(may_occur, op.operands)) for op in self.definitions[name]
+            )
+
+        return may_occur(self._root)
 
     def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
         """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.

@@ -335,13 +335,14 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
         stack = [(root, iter(graph.predecessors(root)))]
         while stack:
             name, sources = stack[-1]
-            unvisited_source = next((source for source in sources if source not in visited), None)
-            if unvisited_source is None:
+            for source in sources:
+                if source not in visited:
+                    visited.add(source)
+                    stack.append((source, iter(graph.predecessors(source))))
+                    break
+            else:
                 ordered.append(name)
                 stack.pop()
-            else:
-                visited.add(unvisited_source)
-                stack.append((unvisited_source, iter(graph.predecessors(unvisited_source))))
     return ordered
 
 
