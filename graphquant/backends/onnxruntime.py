@@ -90,7 +90,10 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
     # imported when needed, because onnxruntime is slow to import
     from graphquant.formats.onnx import optimize_model
 
-    return _RuntimeJudge(model, _explain_rejection(partial(optimize_model, model, int8_activations=int8))).verdicts()
+    optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
+    verdicts = _RuntimeJudge(model, optimized).verdicts()
+    optimized.model.graphs.clear()  # graphs refer to each other, so that only a garbage collection would free them
+    return verdicts
 
 
 def load_in_onnxruntime(model: Model) -> None:

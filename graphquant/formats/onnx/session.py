@@ -782,6 +782,8 @@ def _number_nodes(emission: Emission) -> _OpLookup:
     for name, proto in pending:  # grows while bodies are visited
         graph, known = model.graphs[name], tensors.setdefault(name, {})
         for op in graph.ops():
+            if op.kind == "constant" and not name and op.name == op.outputs[0].name:
+                continue  # its value has the same name after optimizations, and there are many
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
                 known[emission.renamed_tensors.get(tensor) or output.name] = tensor
