@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
@@ -241,15 +240,6 @@ class Placement:
         """Indices of the groups that the plan lets run on integers, and that may become float."""
         return [i for i, group in enumerate(self.groups) if group.has_int8_kernel and not group.fixed]
 
-    @cached_property
-    def neighbors(self) -> list[tuple[list[int], list[int]]]:
-        """The groups that each group reads, and those that read it."""
-        neighbors = []
-        for group in self.groups:
-            readers = [reader for position in group.writes for reader in self.tensors[position].readers]
-            neighbors.append((list(dict.fromkeys(self.producers(group))), list(dict.fromkeys(readers))))
-        return neighbors
-
     def producers(self, group: FusedOps) -> list[int]:
         """Return the groups whose outputs `group` reads."""
         return [self.tensors[position].producer for position in group.reads]
@@ -421,9 +411,10 @@ class PlacementSearch:
         """Try to change each op with its producers and with its readers of the same kind."""
         changed = False
         for index in self.decidable:
-            label = self.is_int8[index]
-            for others in self.placement.neighbors[index]:
-                same = [i for i in others if self.is_decidable[i] and self.is_int8[i] == label]
+            group, label = self.placement.groups[index], self.is_int8[index]
+            readers = [reader for position in group.writes for reader in self.placement.tensors[position].readers]
+            for others in (self.placement.producers(group), readers):
+                same = [i for i in dict.fromkeys(others) if self.is_decidable[i] and self.is_int8[i] == label]
                 if same and len(same) <= MAX_NEIGHBORS and self.is_int8[index] == label:
                     changed |= self.try_flips([index, *same])
         return changed

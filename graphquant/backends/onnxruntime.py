@@ -84,8 +84,7 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
         model: An ONNX model. It is not modified.
         int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs become uint8 where possible.
 
-    Raises:
-        RejectedModelError: ONNX Runtime cannot load the model.
+    Raises a RejectedModelError if ONNX Runtime cannot load the model.
     """
     # imported when needed, because onnxruntime is slow to import
     from graphquant.formats.onnx import optimize_model

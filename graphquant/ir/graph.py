@@ -76,7 +76,6 @@ class Graph:
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
         self._ops: dict[str, Op] = {}
         self._slots: dict[str, list[TensorRef | None]] = {}  # source tensor of each slot of each op
-        self._may_call = False  # True if an op with calls was added
         self._successors: dict[str, Edges] = {}
         self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
@@ -107,10 +106,7 @@ class Graph:
 
     @cached_property
     def nx(self) -> nx.MultiDiGraph[str]:
-        """The graph for the algorithms of networkx, whose import takes as long as the planning of a small model.
-
-        It shares the edges with this graph. Its nodes have no data.
-        """
+        """The ops and edges for the algorithms of networkx, whose import takes as long as a plan of a small model."""
         import networkx as nx
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
@@ -140,7 +136,7 @@ class Graph:
 
     def calls(self) -> Iterator[tuple[Op, Call]]:
         """Yield the calls of all ops, each with its op."""
-        for op in self._ops.values() if self._may_call else ():
+        for op in self._ops.values():
             for call in op.calls:
                 yield op, call
 
@@ -235,7 +231,6 @@ class Graph:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
         self._ops[op.name], self._slots[op.name] = op, []
-        self._may_call = self._may_call or bool(op.calls)
         self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
@@ -304,7 +299,6 @@ class Graph:
     def replace_op(self, op: Op) -> None:
         """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
         self._ops[op.name] = op
-        self._may_call = self._may_call or bool(op.calls)
         self.reserved_names.update(output.name for output in op.outputs if output.name)
 
     def remove_op(self, name: str) -> None:
@@ -378,7 +372,6 @@ class Graph:
     def copy(self, graphs: dict[str, Graph], reserved_names: set[str]) -> Graph:
         """Return a copy of the graph for the model with `graphs`."""
         copied = Graph(self.name, graphs, parent=self.parent, reserved_names=reserved_names)
-        copied._may_call = self._may_call
         copied._ops.update(self._ops)
         copied._slots.update((name, list(slots)) for name, slots in self._slots.items())
         copied._successors.update((name, dict(edges)) for name, edges in self._successors.items())
@@ -587,10 +580,8 @@ def check_invariants(model: Model, stage: str) -> None:
 
     The message of an error names `stage`, the stage that just ended. Raises an InternalError if an invariant is broken.
     """
-    built = [graph for graph in model.graphs.values() if graph.is_built]
-    for graph in built:
+    for graph in (graph for graph in model.graphs.values() if graph.is_built):
         _check_graph_ends(graph, stage)
-    for graph in built:
         _check_slots(graph, stage)
         if model.traits.acyclic and len(graph.topological_order()) < len(graph):
             import networkx as nx  # imported for the message only; find_cycle is slow
@@ -600,21 +591,16 @@ def check_invariants(model: Model, stage: str) -> None:
 
 
 def _check_slots(graph: Graph, stage: str) -> None:
-    unmatched_edges, ops = 0, graph._ops  # noqa: SLF001  # the names are checked
-    for name, op in ops.items():
+    unmatched_edges = 0
+    for name, op in graph._ops.items():  # noqa: SLF001  # the names are checked
         # Case 1: the op has its name.
         if not isinstance(op, Op) or op.name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(graph.slots(name)):
-            if tensor is None:
-                continue
-            is_own = tensor.graph == graph.name
-            unmatched_edges += is_own
-            # Nearly all slots have their edge in the same graph. The others are examined, as are broken ones.
-            edge = graph.successors(tensor.op).get(name, {}).get(slot) if is_own and tensor.op in ops else None
-            if edge is None or edge["port"] != tensor.port or not 0 <= tensor.port < len(ops[tensor.op].outputs):
+            if tensor is not None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
+                unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
     targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
     for source, target, edges in targets:
@@ -631,13 +617,14 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
-    source_graph = graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
+    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
+    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
     outputs = len(source_graph.op(tensor.op).outputs)
     if not 0 <= tensor.port < outputs:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    target, key = graph.edge_key(use, tensor)[1:]
+    target, key = (use.op, use.slot) if is_own else graph.edge_key(use, tensor)[1:]
     edge = source_graph.successors(tensor.op).get(target, {}).get(key)
     if edge is None or edge["port"] != tensor.port:
         raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")

@@ -352,10 +352,8 @@ def _add_clip(graph: Graph, site: QDQSite, result: TensorRef) -> TensorRef:
     container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
     wraps = container in TYPES_OF_4_BITS
     limits, container_limits = params.type.limits(narrow=params.narrow), parse_type(container).limits()
-    for kind, end, limit, container_limit in zip(
-        ("max", "min"), ("low", "high"), limits, container_limits, strict=True
-    ):
-        if wraps or limit != container_limit:
+    for position, (kind, end) in enumerate((("max", "low"), ("min", "high"))):
+        if wraps or limits[position] != container_limits[position]:
             limiting = getattr(params.range, end).astype(np.dtype(output.dtype))
             bound = broadcast_to_tensor(limiting, params, shape)
             operands = [result, _add_site_constant(graph, site, end, bound)]

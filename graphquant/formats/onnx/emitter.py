@@ -176,11 +176,8 @@ class _MessageEmitter:
             node.input[slot] = self._value_name(tensors[slot])
         while node.input and not node.input[-1] and len(node.input) - 1 in slots:
             del node.input[-1]
-        for tensor in (
-            (TensorRef(graph.name, name, port) for port in range(len(node.output))) if self._renamed_tensors else ()
-        ):
-            if tensor in self._renamed_tensors:
-                node.output[tensor.port] = self._renamed_tensors[tensor]
+        for port in range(len(node.output) if self._renamed_tensors else 0):
+            node.output[port] = self._renamed_tensors.get(TensorRef(graph.name, name, port), node.output[port])
 
     def _relist_nodes(self, graph: Graph, source: OnnxGraphSource, target: Any, imports: Any) -> None:
         """Rebuild the list of nodes: source nodes in their order, each new node before its first reader."""

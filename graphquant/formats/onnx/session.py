@@ -244,9 +244,8 @@ class OnnxRunner:
                 not yielded.
             ancestors_only: True to leave out the nodes that no value of `tensors` depends on.
 
-        Raises:
-            UnobservableTensorError: A tensor is `unobservable`.
-            ModelError: onnxruntime rejects the model, or a run failed.
+        Raises an UnobservableTensorError if a tensor is `unobservable`, and a ModelError if onnxruntime rejects the
+        model, or a run failed.
         """
         if other_tensors:
             self._full_watch, flagged = None, {*tensors, *other_tensors}
@@ -640,9 +639,7 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         model: The model.
         int8_activations: Optimize for kernels that accept int8 activations, as on ARM.
 
-    Raises:
-        ModelError: The model cannot be emitted.
-        SessionError: onnxruntime rejects the model.
+    Raises a ModelError if the model cannot be emitted, and a SessionError if onnxruntime rejects the model.
     """
     runner = None if int8_activations else formats.find_shared_runner(model)
     optimized = runner.take_optimized() if isinstance(runner, OnnxRunner) else None
