@@ -86,8 +86,7 @@ def calibrate(
 def resolve_stats(stats: Stats | str | Path) -> Stats:
     """Return the statistics, loaded from their file if `stats` is a path.
 
-    Raises:
-        DataError: The file cannot be read.
+    Raises a DataError if the file cannot be read.
     """
     return stats if isinstance(stats, Stats) else load_stats(Path(stats))
 

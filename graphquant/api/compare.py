@@ -99,9 +99,8 @@ def compare(
 def load_compared(model: Model | str | Path, settings: CompareOptions, data: str | MemoryData | None = None) -> Model:
     """Load a model to compare. The signatures of a TFLite file are chosen when it runs.
 
-    Raises:
-        ModelError: The model cannot be read.
-        UsageError: The model has no such signature or tags, or the data is for other signatures.
+    Raises a ModelError if the model cannot be read, and a UsageError if the model has no such signature or tags, or the
+    data is for other signatures.
     """
     is_tflite = model.format == "tflite" if isinstance(model, Model) else Path(str(model)).suffix == ".tflite"
     return as_model(model) if is_tflite else load_source(model, settings, data)
@@ -186,8 +185,7 @@ def diff(
 def align_preparation(before: Model, after: Model) -> tuple[Model, Model, str]:
     """Prepare the first model like the second, if the second was quantized from it; return both and the steps.
 
-    Raises:
-        ModelError: The opset cannot be upgraded.
+    Raises a ModelError if the opset cannot be upgraded.
     """
     steps = ""
     if after.format == before.format and after.traits.rewritable:

@@ -39,8 +39,7 @@ def check_model_output(
 
     A `frozen` model is one file, also if its source is a folder.
 
-    Raises:
-        UsageError: The suffix belongs to another format, or `check_output` rejects the path.
+    Raises a UsageError if the suffix belongs to another format, or `check_output` rejects the path.
     """
     is_keras = not frozen and source is not None and source.suffix in formats.KERAS_SUFFIXES
     is_folder = is_keras or (not frozen and source is not None and source.is_dir())
@@ -81,8 +80,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         force: If True, existing files may be replaced.
         folder: True if the output is a folder.
 
-    Raises:
-        UsageError: The folder cannot be created or is read-only, the output exists, or it is the source.
+    Raises a UsageError if the folder cannot be created or is read-only, the output exists, or it is the source.
     """
     remove_stale_files([path])
     if source is not None and path.exists() and source.exists() and path.samefile(source):
@@ -173,8 +171,7 @@ def select_signatures(model: Model, names: Sequence[str], *, separate_inputs: bo
 
     With `separate_inputs`, each has its own data, also where they take inputs of the same key.
 
-    Raises:
-        UsageError: The model has no such signature.
+    Raises a UsageError if the model has no such signature.
     """
     if not names or model.source is None:
         return model
@@ -260,9 +257,8 @@ def load_source(
 ) -> Model:
     """Return the model to run on `data`, loaded if it is none yet, with the signatures of the options or the data.
 
-    Raises:
-        ModelError: The model cannot be read, or a tensor would fill memory.
-        UsageError: The data is for other signatures than those of the options, or the model has no such signature.
+    Raises a ModelError if the model cannot be read, or a tensor would fill memory, and a UsageError if the data is for
+    other signatures than those of the options, or the model has no such signature.
     """
     data_names: tuple[str, ...] = ()
     if data is not None:
@@ -288,9 +284,7 @@ def load_source(
 def as_model(model: Any, options: SignatureOptions | None = None, *, defers: bool = False) -> Model:
     """Return `model`, loaded if it is a path or an object of a framework, with the signatures of the options.
 
-    Raises:
-        ModelError: The model cannot be read.
-        UsageError: The model has no such signature or tags.
+    Raises a ModelError if the model cannot be read, and a UsageError if the model has no such signature or tags.
     """
     settings = options or SignatureOptions()
     if not isinstance(model, Model):

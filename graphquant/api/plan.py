@@ -145,8 +145,7 @@ def _with_assumed_sizes(model: Model, sample_shapes: Callable[[], Mapping[str, S
 def prepare_for_plan(model: Model, plan: Plan) -> Model:
     """Return `model` after the preparation steps of its plan.
 
-    Raises:
-        UsageError: The plan belongs to another model, or its steps give another result with this version.
+    Raises a UsageError if the plan belongs to another model, or its steps give another result with this version.
     """
     if plan.format != model.format or plan.model != model.digest:
         raise UsageError(
@@ -171,8 +170,7 @@ def prepare_for_plan(model: Model, plan: Plan) -> Model:
 def prepare_with_steps(model: Model, steps: str, opset: int) -> Model:
     """Return `model` after the preparation steps that a quantized model records, at its opset.
 
-    Raises:
-        ModelError: The opset cannot be upgraded.
+    Raises a ModelError if the opset cannot be upgraded.
     """
     names = parse_step_names(steps)
     start = formats.format_module(model.format).upgrade_opset(model, opset) if OPSET_STEP in names else model
@@ -182,8 +180,7 @@ def prepare_with_steps(model: Model, steps: str, opset: int) -> Model:
 def resolve_ruleset(model: Model, rules: str | Path | Sequence[str | Path]) -> RuleSet:
     """Load the rules, by default those of the model's format.
 
-    Raises:
-        UsageError: The model is a TFLite model, which cannot be rewritten.
+    Raises a UsageError if the model is a TFLite model, which cannot be rewritten.
     """
     if not model.traits.rewritable:
         raise UsageError(
@@ -202,8 +199,7 @@ def select_sites(
 ) -> SiteSelection:
     """Return the selection of tensors, of the QDQ family and of the source of ranges for a plan.
 
-    Raises:
-        UsageError: There is no such family for the format, it has no such ranges, or a pattern is invalid.
+    Raises a UsageError if there is no such family for the format, it has no such ranges, or a pattern is invalid.
     """
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         names = ", ".join(name for name, qdq_family in FAMILIES.items() if qdq_family.format == model.format)

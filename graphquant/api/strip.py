@@ -125,9 +125,8 @@ class Proof:
 def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof:
     """Compare the result of `strip` with the original float model.
 
-    Raises:
-        ModelError: The float model cannot be read or prepared.
-        UsageError: The float model has another format.
+    Raises a ModelError if the float model cannot be read or prepared, and a UsageError if the float model has another
+    format.
     """
     expected, stripped_model = as_model(original), stripped.model
     if stripped_model.format == expected.format:

@@ -295,6 +295,7 @@ class PlacementSearch:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
         self.is_int8 = [group.fixed for group in groups]
+        self._rejected: set[tuple[int, ...]] = set()  # groups whose change saved no time since the last change
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
         # as integers in int8, the number of DequantizeLinears of each group, and their time for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
@@ -351,15 +352,20 @@ class PlacementSearch:
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
+        key = tuple(sorted(indices))
+        if key in self._rejected:
+            return False
         before, to_int8 = self.time, not any(self.is_int8[index] for index in indices)
         for index in indices:
             self.flip(index)
         tolerance = 1e-9 * max(abs(before), 1.0)
         if self.time < before - tolerance or (to_int8 and self.time <= before + tolerance):
+            self._rejected.clear()
             return bool(indices)
         for index in reversed(indices):
             self._toggle(index)
         self.time = before
+        self._rejected.add(key)
         return False
 
     def run(self) -> list[int]:
@@ -384,6 +390,7 @@ class PlacementSearch:
     def set_int8(self, indices: Iterable[int]) -> None:
         """Let exactly the groups `indices` run on integers."""
         chosen = {*indices}
+        self._rejected.clear()
         for index in self.decidable:
             if self.is_int8[index] != (index in chosen):
                 self.flip(index)

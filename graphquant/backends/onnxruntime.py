@@ -84,13 +84,15 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
         model: An ONNX model. It is not modified.
         int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs become uint8 where possible.
 
-    Raises:
-        RejectedModelError: ONNX Runtime cannot load the model.
+    Raises a RejectedModelError if ONNX Runtime cannot load the model.
     """
     # imported when needed, because onnxruntime is slow to import
     from graphquant.formats.onnx import optimize_model
 
-    return _RuntimeJudge(model, _explain_rejection(partial(optimize_model, model, int8_activations=int8))).verdicts()
+    optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
+    verdicts = _RuntimeJudge(model, optimized).verdicts()
+    optimized.model.graphs.clear()  # graphs refer to each other, so that only a garbage collection would free them
+    return verdicts
 
 
 def load_in_onnxruntime(model: Model) -> None:
@@ -135,7 +137,8 @@ class _RuntimeJudge:
         self.hosts: dict[OpKey, OpKey | None] = {}
         for name in reversed(model.reachable_graphs()):
             for op_name in reversed(model.graphs[name].topological_order()):
-                self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
+                if model.graphs[name].op(op_name).kind != "constant":
+                    self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
 
     def _find_host(self, graph: Graph, name: str) -> OpKey | None:
         """Return the op of the optimized model that does the work of an op; None if it was removed."""

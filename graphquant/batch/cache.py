@@ -41,8 +41,7 @@ class Journal:
         path: The file, created if missing.
         resume: True to read finished outcomes, False to start anew.
 
-    Raises:
-        UsageError: The batch runs already, or the file cannot be written.
+    Raises a UsageError if the batch runs already, or the file cannot be written.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -173,8 +172,7 @@ class OutcomeCache:
         Returns:
             Number of removed outputs, and of freed bytes.
 
-        Raises:
-            UsageError: `limit` is neither an age nor a size.
+        Raises a UsageError if `limit` is neither an age nor a size.
         """
         age, size = parse_prune_limit(limit)
         outcome_files = (self.folder / "outcomes").glob("*/*.json")

@@ -242,8 +242,7 @@ _SELECT_DIGEST = "select mtime, ctime, size, inode, device, sha256 from fingerpr
 class FileHashes:
     """Database of file digests and claimed outputs, safe for concurrent use and crashes; created if missing.
 
-    Raises:
-        UsageError: The file cannot be written, or is not a database.
+    Raises a UsageError if the file cannot be written, or is not a database.
     """
 
     def __init__(self, path: Path) -> None:

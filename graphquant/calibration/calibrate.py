@@ -231,9 +231,8 @@ def collect_stats(
 ) -> Stats:
     """Run the data in blocks of the footprint and collect the statistics of `targets`.
 
-    Raises:
-        ResumeError: `resume_from` belongs to another calibration or is complete.
-        DataError: A sample is invalid.
+    Raises a ResumeError if `resume_from` belongs to another calibration or is complete, and a DataError if a sample is
+    invalid.
     """
     unobservable = runner.unobservable(tuple(targets))
     data_run = DataRun(

@@ -80,8 +80,7 @@ def _shorten(text: str) -> str:
 def make_server(*, allow_code: bool) -> Any:
     """Return the server with its tools.
 
-    Raises:
-        MissingDependencyError: The package mcp is not installed.
+    Raises a MissingDependencyError if the package mcp is not installed.
     """
     try:
         from mcp.server.mcpserver import MCPServer

@@ -18,6 +18,7 @@ from graphquant.ir.kinds import (
     MAC_KINDS,
     MATRIX_PRODUCT_KINDS,
     NON_COMPUTE_KINDS,
+    PSEUDO_KINDS,
     QUANTIZATION_KINDS,
     RECURRENT_KINDS,
     RELU6_BOUNDS,

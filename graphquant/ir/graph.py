@@ -74,8 +74,8 @@ class Graph:
         self.name = name  # "" for the main graph
         self.graphs = graphs  # the graphs of the model by name, shared by all of them
         self.parent = parent  # graph and op that own this body; None for the main graph and for functions
-        # The dictionaries of `nx`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
-        self._nodes: dict[str, dict[str, Any]] = {}
+        self._ops: dict[str, Op] = {}
+        self._slots: dict[str, list[TensorRef | None]] = {}  # source tensor of each slot of each op
         self._successors: dict[str, Edges] = {}
         self._predecessors: dict[str, Edges] = {}
         self.inputs: list[str] = []  # names of the ops of kind "input", in the order of the graph's signature
@@ -106,12 +106,12 @@ class Graph:
 
     @cached_property
     def nx(self) -> nx.MultiDiGraph[str]:
-        """The graph for the algorithms of networkx, whose import takes as long as the planning of a small model."""
+        """The ops and edges for the algorithms of networkx, whose import takes as long as a plan of a small model."""
         import networkx as nx
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        nodes, successors, predecessors = self._nodes, self._successors, self._predecessors
-        vars(graph).update(_node=nodes, _adj=successors, _succ=successors, _pred=predecessors)
+        successors, predecessors = self._successors, self._predecessors
+        vars(graph).update(_node=self._ops, _adj=successors, _succ=successors, _pred=predecessors)
         return graph
 
     @property
@@ -125,20 +125,18 @@ class Graph:
         return bool(self.name) and self.parent is None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._nodes
+        return name in self._ops
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._ops)
 
     def ops(self) -> Iterator[Op]:
-        """Yield all ops, in the order they were added."""
-        for data in self._nodes.values():
-            yield data["op"]
+        """Return all ops, in the order they were added."""
+        return iter(self._ops.values())
 
     def calls(self) -> Iterator[tuple[Op, Call]]:
         """Yield the calls of all ops, each with its op."""
-        for data in self._nodes.values():
-            op: Op = data["op"]
+        for op in self._ops.values():
             for call in op.calls:
                 yield op, call
 
@@ -164,11 +162,11 @@ class Graph:
 
     def op(self, name: str) -> Op:
         """Return the op called `name`. Raises a KeyError if there is none."""
-        return self._nodes[name]["op"]  # type: ignore[no-any-return]
+        return self._ops[name]
 
     def slots(self, name: str) -> list[TensorRef | None]:
         """Return the source tensor of each input slot of op `name`, None for an empty slot. Do not change the list."""
-        return self._nodes[name]["slots"]  # type: ignore[no-any-return]
+        return self._slots[name]
 
     def successors(self, name: str) -> Edges:
         """Return the edges from op `name`, by the op that they lead to. Do not change them."""
@@ -229,10 +227,10 @@ class Graph:
         self, op: Op, inputs: Sequence[TensorRef | None] = (), *, control_sources: Iterable[str] = ()
     ) -> TensorRef:
         """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
-        if op.name in self._nodes:
+        if op.name in self._ops:
             raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         op = op if self.anchor in {"", op.anchor} else replace(op, anchor=self.anchor)
-        self._nodes[op.name] = {"op": op, "slots": []}
+        self._ops[op.name], self._slots[op.name] = op, []
         self._successors[op.name], self._predecessors[op.name] = {}, {}
         self.reserved_names.add(op.name)
         self.reserved_names.update([output.name for output in op.outputs if output.name])
@@ -251,7 +249,7 @@ class Graph:
                 slots[slot] = tensor
                 self._add_data_edge(Use(self.name, name, slot), tensor)
         for source in control_sources:
-            if source not in self._nodes:
+            if source not in self._ops:
                 raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
             self._add_edge(source, name, CONTROL_EDGE)
 
@@ -300,7 +298,7 @@ class Graph:
 
     def replace_op(self, op: Op) -> None:
         """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
-        self._nodes[op.name]["op"] = op
+        self._ops[op.name] = op
         self.reserved_names.update(output.name for output in op.outputs if output.name)
 
     def remove_op(self, name: str) -> None:
@@ -326,7 +324,7 @@ class Graph:
             del self._predecessors[target][name]
         for source in self._predecessors.pop(name):
             del self._successors[source][name]
-        del self._nodes[name]
+        del self._ops[name], self._slots[name]
         self.removed_ops.add(name)
 
     def can_read(self, graph: str) -> bool:
@@ -374,7 +372,8 @@ class Graph:
     def copy(self, graphs: dict[str, Graph], reserved_names: set[str]) -> Graph:
         """Return a copy of the graph for the model with `graphs`."""
         copied = Graph(self.name, graphs, parent=self.parent, reserved_names=reserved_names)
-        copied._nodes.update((name, {**data, "slots": list(data["slots"])}) for name, data in self._nodes.items())
+        copied._ops.update(self._ops)
+        copied._slots.update((name, list(slots)) for name, slots in self._slots.items())
         copied._successors.update((name, dict(edges)) for name, edges in self._successors.items())
         copied._predecessors.update((name, dict(edges)) for name, edges in self._predecessors.items())
         copied.inputs, copied.outputs, copied._single_edges = list(self.inputs), list(self.outputs), self._single_edges
@@ -384,7 +383,7 @@ class Graph:
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Return `edge_key` of an edge between existing ops."""
         source_graph, target, key = self.edge_key(use, tensor)
-        if use.slot < 0 or tensor.op not in source_graph._nodes or target not in source_graph._nodes:  # noqa: SLF001
+        if use.slot < 0 or tensor.op not in source_graph._ops or target not in source_graph._ops:  # noqa: SLF001
             raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 
@@ -447,7 +446,7 @@ class Model(HtmlRepresentation):
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`."""
-        return self.op(tensor).outputs[tensor.port]
+        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
 
     def build_graphs(self) -> None:
         """Build all deferred graphs, which raises the ModelErrors of damaged ones."""
@@ -581,10 +580,8 @@ def check_invariants(model: Model, stage: str) -> None:
 
     The message of an error names `stage`, the stage that just ended. Raises an InternalError if an invariant is broken.
     """
-    built = [graph for graph in model.graphs.values() if graph.is_built]
-    for graph in built:
+    for graph in (graph for graph in model.graphs.values() if graph.is_built):
         _check_graph_ends(graph, stage)
-    for graph in built:
         _check_slots(graph, stage)
         if model.traits.acyclic and len(graph.topological_order()) < len(graph):
             import networkx as nx  # imported for the message only; find_cycle is slow
@@ -595,12 +592,12 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    for name, data in graph._nodes.items():  # noqa: SLF001  # an op may be missing
-        # Case 1: the node is its op.
-        if "op" not in data or data["op"].name != name:
+    for name, op in graph._ops.items():  # noqa: SLF001  # the names are checked
+        # Case 1: the op has its name.
+        if not isinstance(op, Op) or op.name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
-        for slot, tensor in enumerate(data["slots"]):
+        for slot, tensor in enumerate(graph.slots(name)):
             if tensor is not None:
                 _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
                 unmatched_edges += tensor.graph == graph.name

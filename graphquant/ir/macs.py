@@ -118,7 +118,8 @@ def _counted_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
     needed_ops = model.needed_ops()
     for graph, op in model.reachable_ops():
         if op.kind in MAC_KINDS and op.name in needed_ops.get(graph.name, ()):
-            yield graph, replace(op, kind=op.kind.removeprefix(FUSED_PREFIX))
+            kind = op.kind.removeprefix(FUSED_PREFIX)
+            yield graph, op if kind == op.kind else replace(op, kind=kind)
 
 
 def _elements(graph: Graph, tensor: TensorRef, sizes: Mapping[TensorRef, int]) -> int | None:

@@ -161,6 +161,11 @@ SMALL_BITS = 4
 """Widest type for which int8 holds zero points, and their sums and differences with limits of the type."""
 
 
+def _holds_everywhere(condition: Array) -> bool:
+    """Return True if a condition is true everywhere. That of a scalar is not reduced, which is slow."""
+    return bool(condition.all() if condition.ndim else condition)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
     """Real numbers from `low` to `high`: float64 scalars, (C,) for one range per channel, or one range per block."""
@@ -173,7 +178,7 @@ class Range:
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape:
             raise InternalError(f"A Range has ends of the shapes {self.low.shape} and {self.high.shape}.")
-        if not ((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)).all():
+        if not _holds_everywhere((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)):
             raise InternalError("A Range has low > high or infinite ends. Its creator must check them.")
 
     def union(self, second: Range) -> Range:
@@ -209,7 +214,7 @@ class QParams:
         same_shape = self.scale.shape == self.zero_point.shape
         if not same_shape or bool(self.scale.ndim) == (self.axis is None) or (self.scale.ndim > 1 and not self.block):
             raise InternalError("Scale, zero point, axis and block of QParams do not agree.")
-        if not ((self.scale > 0) & (self.scale < np.inf)).all():
+        if not _holds_everywhere((self.scale > 0) & (self.scale < np.inf)):
             raise InternalError("QParams have a scale that is not positive and finite.")
 
     @property

@@ -89,7 +89,8 @@ def merge_sketches(first: Sketch, second: Sketch) -> Sketch:
     """
     if not (first.count and second.count):
         larger = max(first, second, key=lambda sketch: (sketch.count, -sketch.bits, sketch.low.shape))
-        return replace(larger, empty_arrays=first.empty_arrays + second.empty_arrays)
+        empty_arrays = first.empty_arrays + second.empty_arrays
+        return larger if larger.empty_arrays == empty_arrays else replace(larger, empty_arrays=empty_arrays)
     check_same_channels(first.low, second.low)
     bits = min(first.bits, second.bits)
     bins, counts, sums = merge_bins(

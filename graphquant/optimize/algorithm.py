@@ -148,7 +148,8 @@ def apply_validated(
     measured: _MeasuredEdits | None = None
     for name, apply, min_standard_errors in algorithms:
         candidate = apply(state, samples)
-        check_invariants(candidate.model, name)
+        if candidate.model is not state.model:
+            check_invariants(candidate.model, name)
         if not any(result.applied for result in candidate.results[len(state.results) :]):
             state = replace(state, results=candidate.results)
             continue

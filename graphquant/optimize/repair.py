@@ -240,9 +240,7 @@ class RepairRequest(NamedTuple):
 def repair_plan(request: RepairRequest) -> tuple[RepairedPlan, RepairTrace]:
     """Search the cheapest change of a plan that meets the target on the hold-out. Ctrl-C keeps the best plan so far.
 
-    Raises:
-        DataError: A sample does not fit the model.
-        ModelError: The float model cannot be run.
+    Raises a DataError if a sample does not fit the model, and a ModelError if the float model cannot be run.
     """
     return _Repair(request).run()
 

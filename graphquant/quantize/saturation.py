@@ -14,10 +14,10 @@ import numpy as np
 
 from graphquant.ir import TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, Range
-from graphquant.quantize.ties import clip_limits
+from graphquant.quantize.ties import RELU_LIMITS, clip_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 GRID_POINTS = 1025  # values at which the ops are evaluated
 MAX_OPS = 32  # ops below a tensor that are evaluated
@@ -53,16 +53,18 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
 }
 """Ops that are evaluated, by kind. The tensors that other ops read must not change."""
 
+EVALUATED_KINDS = frozenset({*_UNARY, *_BINARY, *RELU_LIMITS, "clip", "hard_sigmoid"})
+
 
 def limit_to_responsive(
-    model: Model, parameters: Parameters, tensor: TensorRef, uses: Iterable[Use], observed: Range, levels: int
+    model: Model, parameters: Parameters, tensor: TensorRef, uses: Collection[Use], observed: Range, levels: int
 ) -> Range:
     """Return the part of the `observed` range of `tensor` outside of which its readers return a constant.
 
     A result counts as constant if it changes by at most half of one of `levels` steps of its own range.
     """
     low, high = float(observed.low), float(observed.high)
-    if not low < high:
+    if not low < high or any(model.graphs[use.graph].op(use.op).kind not in EVALUATED_KINDS for use in uses):
         return observed
     grid = np.linspace(low, high, GRID_POINTS)
     with np.errstate(all="ignore"):

@@ -9,6 +9,7 @@ import numpy as np
 
 from graphquant.ir import (
     CONCATENATING_KINDS,
+    CONVOLUTION_KINDS,
     DATA_MOVEMENT_KINDS,
     WEIGHTED_KINDS,
     Model,
@@ -125,6 +126,7 @@ def _insert_pair_before_clip(
     state.record_change(index, why)
 
 
+FLOAT_RESULT_TARGETS = frozenset({"openvino", "tensorrt"})  # their integer kernels may write floats
 MIN_SHARED_STEPS = 16  # minimum number of integers that a range must span if it shares a scale
 
 
@@ -153,9 +155,21 @@ def skip_uneven_concats(state: SolverState) -> None:
             input_index if len(state.sites[input_index].uses) == 1 else state.split_use(input_index, use)
             for use, input_index in input_indices.items()
         ]
-        for skipped in (index, *input_sites):
+        # Results of weighted ops keep a scale of their own.
+        float_sites = [i for i in input_sites if not _needs_quantized_output(state, state.sites[i].tensor)]
+        for skipped in (index, *float_sites):
             state.skip_site(skipped, SkipCode.RANGE, reason)
             state.ranges.pop(skipped, None)
+
+
+def _needs_quantized_output(state: SolverState, tensor: TensorRef) -> bool:
+    """Return True if the targets run the weighted op of `tensor` on integers only with a quantized output."""
+    targets, graph, op = state.plan.targets, state.model.graphs[tensor.graph], state.model.op(tensor)
+    if not targets or FLOAT_RESULT_TARGETS.issuperset(targets):
+        return False
+    source = graph.slots(op.name)[0] if op.kind in {*RELU_LIMITS, "clip"} else None  # part of the op before it
+    kind = op.kind if source is None else state.model.op(source).kind
+    return kind in (CONVOLUTION_KINDS if state.plan.for_onnxruntime else WEIGHTED_KINDS)
 
 
 def _feeds_product(state: SolverState, tensor: TensorRef) -> bool:
@@ -266,7 +280,8 @@ def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEd
     params = grid.qparams(shared, axis=site.axis, block=scheme.block_size)
     if scheme.range == "observed":
         params = _fit_inside_clip(state, ranged, params)
-    params = replace(params, op_range=union if scheme.range == "given" else None)
+    if scheme.range == "given":
+        params = replace(params, op_range=union)
     for index in ranged:
         state.params[index] = params
         if len(ranged) > 1:

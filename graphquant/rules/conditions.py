@@ -20,6 +20,7 @@ from graphquant.ir import (
     LOOP_KINDS,
     MAC_KINDS,
     MATRIX_PRODUCT_KINDS,
+    PSEUDO_KINDS,
     TRANSPARENT_KINDS,
     Graph,
     Model,
@@ -402,7 +403,7 @@ def find_pattern(
     """Return for each part the ops that have its role in a match; the first match at each op counts."""
     ops_by_name: dict[str, set[tuple[str, str]]] = {part: set() for part in (ANY_OP, *(op.name for op in pattern_ops))}
     search = _PatternSearch(neighbors, name, pattern_ops)
-    for root in search.possible_roots():
+    for root in search.possible_roots() if search.may_occur(pattern_ops[-1].name) else ():
         bound = search.bind_pattern(root) or {}
         for part, tensor in bound.items():
             for role in {ANY_OP, part} & ops_by_name.keys() if part in search.definitions else ():
@@ -420,6 +421,8 @@ class _PatternSearch:
         self._name = name
         self._root = pattern_ops[-1].name
         self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
+        self._may_occur_cache: dict[str, bool] = {}
+        self._present = {word for key in neighbors.first_outputs for word in key[:2]} | PSEUDO_KINDS.keys()
         self._helpers = self.definitions.keys() - {op.name for op in pattern_ops}
         kinds = (alternative.kinds for alternatives in self.definitions.values() for alternative in alternatives)
         self._skipped_kinds = (TRANSPARENT_KINDS | {"cast"}) - frozenset().union(*kinds)
@@ -438,6 +441,16 @@ class _PatternSearch:
             fitting = [output for output in examined if any(self._is_op(op, output[1]) for op in ops)]
             roots += outputs if fitting and not has_position else fitting
         return [root for _, root in sorted(roots, key=itemgetter(0))]
+
+    def may_occur(self, name: str) -> bool:
+        """Return False if the model lacks the kinds and types that a part needs, as for most patterns."""
+        if name not in self._may_occur_cache:
+            self._may_occur_cache[name] = any(
+                (op.is_alias or not self._present.isdisjoint(op.kinds | op.types))
+                and all(self.may_occur(operand) for operand in op.operands if operand in self.definitions)
+                for op in self.definitions[name]
+            )
+        return self._may_occur_cache[name]
 
     def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
         """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.

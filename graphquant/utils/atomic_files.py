@@ -46,8 +46,7 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
             recognized.
         final_path: Returns the final path, in the same folder, if it is known only at the end.
 
-    Raises:
-        OSError: The file cannot be written.
+    Raises an OSError if the file cannot be written.
     """
     # The random part is needed because processes in different containers can have the same process id.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.part")

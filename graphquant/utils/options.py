@@ -424,9 +424,7 @@ def resolve_options(
 ) -> OptionsClass:
     """Combine an options object with keyword arguments, which override it.
 
-    Raises:
-        CallError: There is no such option.
-        UsageError: The value of an option is invalid.
+    Raises a CallError if there is no such option, and a UsageError if the value of an option is invalid.
     """
     names = [entry.name for entry in fields(options_class)]  # type: ignore[arg-type]  # a dataclass
     if (unknown := next((name for name in values if name not in names), None)) is not None:

@@ -188,6 +188,21 @@ def test_optimum(tmp_path, seed):
     assert search.time <= 1.04 * min(times)
 
 
+def test_rejected_changes_are_tried_once(tmp_path, monkeypatch):
+    """A change that saved no time is not computed again before another one is made."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    search = PlacementSearch(Placement(prepared, plan), cost_table(1000.0, conv_dense=0.5, conv_pointwise=0.25))
+    first, second = search.decidable[:2]
+    flipped = []
+    flip = search.flip
+    monkeypatch.setattr(search, "flip", lambda index: flipped.append(index) or flip(index))
+    assert not any(search.try_flips(indices) for indices in ([first, second], [second, first], [first], [first]))
+    assert flipped == [first, second, first]
+    search.set_int8([])
+    assert not search.try_flips([first])
+    assert flipped == [first, second, first, first]
+
+
 def test_time_of_work(tmp_path, monkeypatch):
     """The time of the search is that of the work of the placement, with more for conversions of feature maps."""
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -24,7 +24,7 @@ def snapshot(model: Model) -> list:
     return [
         (
             name,
-            [(node, data["op"], list(data["slots"])) for node, data in graph.nx.nodes(data=True)],
+            [(op.name, op, list(graph.slots(op.name))) for op in graph.ops()],
             sorted(map(str, graph.nx.edges(keys=True, data="port"))),
             list(graph.inputs),
             list(graph.outputs),
@@ -41,8 +41,8 @@ def scan(model: Model, tensor: TensorRef) -> set[Use]:
     return {
         Use(name, node, slot)
         for name, graph in model.graphs.items()
-        for node, slots in graph.nx.nodes(data="slots")
-        for slot, read in enumerate(slots)
+        for node in graph.nx
+        for slot, read in enumerate(graph.slots(node))
         if read == tensor
     }
 
@@ -94,8 +94,8 @@ class EditMachine(RuleBasedStateMachine):
         return [
             Use(name, node, slot)
             for name, graph in self.model.graphs.items()
-            for node, slots in graph.nx.nodes(data="slots")
-            for slot in range(len(slots))
+            for node in graph.nx
+            for slot in range(len(graph.slots(node)))
         ]
 
     @rule(
@@ -324,7 +324,7 @@ def test_impossible_edits_raise_internal_errors() -> None:
     [
         (lambda g: g.nx.remove_edge("x", "add", key=1), r"add\[1\] reads x:0,.*edge"),
         (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges"),
-        (lambda g: g.nx.add_node("ghost", slots=[]), "Node 'ghost'"),
+        (lambda g: g.nx.add_node("ghost"), "Node 'ghost'"),
         (lambda g: g.outputs.append("add"), "output 'add'"),
         (lambda g: g.inputs.append("gone"), "input 'gone'"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", 3)), "that op has 1 outputs"),

@@ -256,6 +256,32 @@ def test_a_product_behind_a_concat(tmp_path, readers, skipped):
     assert bool(solve_join(tmp_path, readers).skips) is skipped
 
 
+@pytest.mark.parametrize(
+    ("targets", "op", "quantized"),
+    [
+        (("qnn",), "Conv(x, k)", True),
+        (("vitis_ai",), "MatMul(x, m)", True),
+        (("onnxruntime",), "Conv(x, k)", True),
+        (("onnxruntime",), "MatMul(x, m)", False),  # its kernel may write floats
+        (("openvino",), "Conv(x, k)", False),
+        ((), "Conv(x, k)", False),
+        (("qnn",), "Sigmoid(x)", False),
+    ],
+)
+@pytest.mark.parametrize("clamp", ["", "Relu", "Clip"])
+def test_results_of_weighted_ops_before_a_float_concat(tmp_path, targets, op, quantized, clamp):
+    """An input of a float Concat is quantized with its own scale if the op that computes it needs that."""
+    clamped = f"p = {op} a = {clamp}(p)" if clamp else f"a = {op}"
+    text = f"g (float[1,2,2,2] x, float[1,2,2,2] b) => (float r) {{ {clamped} c = Concat<axis = 1>(a, b) r = Relu(c) }}"
+    values = {"k": np.ones((2, 2, 1, 1), np.float32), "m": np.ones((2, 2), np.float32)}
+    sites = site_of("a", "c[0]"), site_of("b", "c[1]"), site_of("c", "r[0]", **ties_to("c[0]", "c[1]"))
+    spans = {"a": 255.0, "b": 1.0, "c": 255.0}
+    sketches = {TensorRef("", name): sketch_values(np.array([0.0, span])) for name, span in spans.items()}
+    solution = solve_scales(load_onnx(tmp_path, text, values), make_plan(*sites, targets=targets), sketches)
+    assert scales(solution) == ({0: 1.0} if quantized else {})
+    assert solution.skips.keys() == ({1, 2} if quantized else {0, 1, 2})
+
+
 def test_tensors_behind_a_float_concat_share_no_scale_with_those_before_it(tmp_path):
     """Ties through a Concat that stays float hold no more."""
     ops = "a = Transpose(x) c = Concat<axis = 1>(a, b) d = Concat<axis = 1>(c, e) r = Relu(d)"

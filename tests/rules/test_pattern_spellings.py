@@ -6,7 +6,7 @@ import pytest
 
 from graphquant.errors import RuleError
 from graphquant.formats.onnx import load
-from graphquant.rules import RuleMatcher, load_ruleset
+from graphquant.rules import RuleMatcher, conditions, load_ruleset
 from graphquant.rules.matcher import MAX_ANCESTORS
 from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 
@@ -29,6 +29,25 @@ quantize = "s"
 """
     model = load(tmp_path / "model.onnx")
     return sorted({match.tensor.op for match in RuleMatcher(model, load_ruleset([rules])).matches()})
+
+
+@pytest.mark.parametrize(
+    ("body", "searched"),
+    [
+        ("t = Relu (x) y = MatMul (t, z)", False),
+        ("s = Softmax (x) y = Relu (s)", False),
+        ("s = Softmax (x) t = Relu (z) y = MatMul (t, s)", True),  # its parts are in the model, not in the pattern
+    ],
+)
+def test_patterns_of_kinds_that_a_model_lacks(tmp_path, monkeypatch, body, searched):
+    """The ops above each product are only examined if the model has all kinds that the pattern needs."""
+    examined = []
+    bind = conditions._PatternSearch.bind_pattern
+    monkeypatch.setattr(
+        conditions._PatternSearch, "bind_pattern", lambda search, root: examined.append(root) or bind(search, root)
+    )
+    assert matched_ops(tmp_path, ["s = softmax(x)", "t = relu?(s)", "y = matmul(t, v)"], body) == []
+    assert bool(examined) is searched
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,7 @@ def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | Non
     Returns:
         Address of each page relative to the report, by model name.
 
-    Raises:
-        UsageError: The folder cannot be written.
+    Raises a UsageError if the folder cannot be written.
     """
     folder = report_path.with_name(f"{report_path.stem}_graphs")
     drawn = [

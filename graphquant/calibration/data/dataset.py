@@ -270,9 +270,8 @@ def open_data(
         check_in_background: Allow samples to be used while a file that must be read completely, for its digest and
             checks, is still being read. `Dataset.final_digest` reports the outcome.
 
-    Raises:
-        DataError: The data cannot be read or does not fit the inputs.
-        MissingDependencyError: A package that this kind of data needs is not installed.
+    Raises a DataError if the data cannot be read or does not fit the inputs, and a MissingDependencyError if a package
+    that this kind of data needs is not installed.
     """
     if samples is not None and samples < 1:
         raise DataError(f"{samples} samples were requested. Request at least one.")

@@ -34,10 +34,10 @@ from graphquant.formats.onnx.index import (
 from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
-    constant_node,
     constant_tensor,
-    new_node,
     patch_node,
+    write_constant_node,
+    write_node,
     write_rule_metadata,
 )
 from graphquant.ir import Graph, Model, Op, Shape, TensorRef, Use, paused_gc
@@ -176,44 +176,46 @@ class _MessageEmitter:
             node.input[slot] = self._value_name(tensors[slot])
         while node.input and not node.input[-1] and len(node.input) - 1 in slots:
             del node.input[-1]
-        for tensor in (
-            (TensorRef(graph.name, name, port) for port in range(len(node.output))) if self._renamed_tensors else ()
-        ):
-            if tensor in self._renamed_tensors:
-                node.output[tensor.port] = self._renamed_tensors[tensor]
+        for port in range(len(node.output) if self._renamed_tensors else 0):
+            node.output[port] = self._renamed_tensors.get(TensorRef(graph.name, name, port), node.output[port])
 
     def _relist_nodes(self, graph: Graph, source: OnnxGraphSource, target: Any, imports: Any) -> None:
         """Rebuild the list of nodes: source nodes in their order, each new node before its first reader."""
         with_constants = not isinstance(target, GraphProto)
-        copied_nodes = dict(zip(source.node_names, target.node, strict=True))
-        nodes = []
-        for name in topological_order(graph, source.node_names):
-            op = graph.op(name)
-            if isinstance(op.source, NodeProto):
-                nodes.append(copied_nodes[name])
-            elif op.source is None and op.kind != "input" and (op.kind != "constant" or with_constants):
-                nodes.append(self._create_node(graph, op, imports))
-        for value, (name, tensor) in self._output_renames[graph.name].identity_copies.items():
-            nodes.append(helper.make_node("Identity", [self._value_name(tensor)], [value], name=name))
-            self._ensure_opset_import(imports, "")
+        ops = [
+            op
+            for op in map(graph.op, topological_order(graph, source.node_names))
+            if isinstance(op.source, NodeProto)
+            or (op.source is None and op.kind != "input" and (op.kind != "constant" or with_constants))
+        ]
+        identity_copies = self._output_renames[graph.name].identity_copies
         # Replacing the list copies every node, so unchanged lists stay.
-        if len(nodes) != len(target.node) or any(a is not b for a, b in zip(nodes, copied_nodes.values(), strict=True)):
-            del target.node[:]
-            target.node.extend(nodes)
+        is_new = identity_copies or any(op.source is None for op in ops)
+        if not is_new and [op.name for op in ops] == source.node_names:
+            return
+        copied_nodes = dict(zip(source.node_names, target.node, strict=True))
+        del target.node[:]
+        for op in ops:
+            if op.source is None:  # created in its message, because a node of its own needs more time and memory
+                self._write_node(graph, op, target.node.add(), imports)
+            else:
+                target.node.append(copied_nodes[op.name])
+        for value, (name, tensor) in identity_copies.items():
+            target.node.append(helper.make_node("Identity", [self._value_name(tensor)], [value], name=name))
+            self._ensure_opset_import(imports, "")
 
-    def _create_node(self, graph: Graph, op: Op, imports: Any) -> Any:
+    def _write_node(self, graph: Graph, op: Op, node: Any, imports: Any) -> None:
         outputs = [
             self._renamed_tensors.get(TensorRef(graph.name, op.name, port), output.name)
             for port, output in enumerate(op.outputs)
         ]
         if op.kind == "constant":
-            node = constant_node(op, outputs[0])
+            write_constant_node(node, op, outputs[0])
         else:
-            node = new_node(op, [self._value_name(tensor) for tensor in graph.slots(op.name)], outputs)
+            write_node(node, op, [self._value_name(tensor) for tensor in graph.slots(op.name)], outputs)
         if self._message.ir_version >= METADATA_IR_VERSION:
             write_rule_metadata(node, op)
         self._ensure_opset_import(imports, node.domain)
-        return node
 
     def _ensure_opset_import(self, imports: Any, domain: str) -> None:
         if imports is self._message and domain in self._imported_domains:
@@ -330,13 +332,14 @@ def topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
         stack = [(root, iter(graph.predecessors(root)))]
         while stack:
             name, sources = stack[-1]
-            unvisited_source = next((source for source in sources if source not in visited), None)
-            if unvisited_source is None:
+            for source in sources:
+                if source not in visited:
+                    visited.add(source)
+                    stack.append((source, iter(graph.predecessors(source))))
+                    break
+            else:
                 ordered.append(name)
                 stack.pop()
-            else:
-                visited.add(unvisited_source)
-                stack.append((unvisited_source, iter(graph.predecessors(unvisited_source))))
     return ordered
 
 

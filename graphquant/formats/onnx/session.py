@@ -107,6 +107,7 @@ class OnnxRunner:
         self._numbered: _NumberedModel | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
+        self._output_names = [info.name for info in infos]
         # Float feeds of integer inputs are quantized, and integer outputs dequantized.
         self._integers = _integer_params(model)
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
@@ -191,8 +192,8 @@ class OnnxRunner:
     def output_tensors(self) -> Mapping[str, TensorRef]:
         """Tensor of each entry of `outputs` that is not an integer in place of a float."""
         main, output_names = self.model.main, set(self.outputs) - self._integers.keys()
-        infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
-        producers = {info.name: main.source_of(Use("", label, 0)) for info, label in infos if info.name in output_names}
+        labels = zip(self._output_names, main.outputs, strict=True)
+        producers = {name: main.source_of(Use("", label, 0)) for name, label in labels if name in output_names}
         return {name: tensor for name, tensor in producers.items() if tensor is not None}
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
@@ -243,9 +244,8 @@ class OnnxRunner:
                 not yielded.
             ancestors_only: True to leave out the nodes that no value of `tensors` depends on.
 
-        Raises:
-            UnobservableTensorError: A tensor is `unobservable`.
-            ModelError: onnxruntime rejects the model, or a run failed.
+        Raises an UnobservableTensorError if a tensor is `unobservable`, and a ModelError if onnxruntime rejects the
+        model, or a run failed.
         """
         if other_tensors:
             self._full_watch, flagged = None, {*tensors, *other_tensors}
@@ -639,9 +639,7 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         model: The model.
         int8_activations: Optimize for kernels that accept int8 activations, as on ARM.
 
-    Raises:
-        ModelError: The model cannot be emitted.
-        SessionError: onnxruntime rejects the model.
+    Raises a ModelError if the model cannot be emitted, and a SessionError if onnxruntime rejects the model.
     """
     runner = None if int8_activations else formats.find_shared_runner(model)
     optimized = runner.take_optimized() if isinstance(runner, OnnxRunner) else None
@@ -781,6 +779,8 @@ def _number_nodes(emission: Emission) -> _OpLookup:
     for name, proto in pending:  # grows while bodies are visited
         graph, known = model.graphs[name], tensors.setdefault(name, {})
         for op in graph.ops():
+            if op.kind == "constant" and not name and op.name == op.outputs[0].name:
+                continue  # its value has the same name after optimizations, and there are many
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
                 known[emission.renamed_tensors.get(tensor) or output.name] = tensor

@@ -9,6 +9,7 @@ many pairs is only cut where all values that pass are outputs, past which ONNX R
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -65,7 +66,7 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
         fields = {"opset_import": message.opset_import, "functions": message.functions}
         create = prepare(ModelProto(ir_version=message.ir_version, graph=graph, **fields))
         codes = {info.name: info.type.tensor_type.elem_type for info in graph.output}
-        known_infos = {info.name: info for info in graph.output}
+        known_infos = {info.name: deepcopy(info) for info in graph.output}  # the original would keep the whole part
         if not all(codes.values()):
             for output in create().get_outputs():
                 tensor_type = TENSOR_TYPE.fullmatch(output.type)

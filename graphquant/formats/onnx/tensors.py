@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
@@ -339,19 +339,20 @@ RULE_KEY = "graphquant.rule"
 ANCHOR_KEY = "graphquant.anchor"
 
 
-def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """Return the NodeProto of a new op; raise ModelError if an attribute cannot be written."""
+def write_node(node: Any, op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Write a new op to an empty NodeProto; raise ModelError if an attribute cannot be written."""
     count = max((slot + 1 for slot, value in enumerate(inputs) if value), default=0)  # no empty slots at the end
-    node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs[:count], output=outputs)
+    node.name, node.op_type, node.domain = op.name, op.type, op.domain
+    node.input.extend(inputs[:count])
+    node.output.extend(outputs)
     _write_attributes(node, op, {})
-    return node
 
 
-def constant_node(op: Op, output: str) -> Any:
-    """Return a Constant node for the constant `op`, for graphs without initializers."""
-    node = NodeProto(name=op.name, op_type="Constant", output=[output])
+def write_constant_node(node: Any, op: Op, output: str) -> None:
+    """Write the constant `op` as a Constant node to an empty NodeProto, for graphs without initializers."""
+    node.name, node.op_type = op.name, "Constant"
+    node.output.append(output)
     node.attribute.append(helper.make_attribute("value", constant_tensor(op, output)))
-    return node
 
 
 def patch_node(node: Any, op: Op, loaded_op: Op) -> None:

@@ -54,8 +54,7 @@ _RESTART_INTERVAL: Final = 16  # entries between two restarts
 class Checkpoint:
     """The variables of one checkpoint. The index is in memory; values are read from the data files on request.
 
-    Raises:
-        ModelError: There is no such checkpoint, or its index is damaged.
+    Raises a ModelError if there is no such checkpoint, or its index is damaged.
     """
 
     def __init__(self, prefix: Path) -> None:

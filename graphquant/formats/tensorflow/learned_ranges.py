@@ -149,8 +149,7 @@ def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> d
     Returns:
         The shared names of the variables that are now the last arguments of each function.
 
-    Raises:
-        UsageError: An operation that cannot take more arguments calls a function.
+    Raises a UsageError if an operation that cannot take more arguments calls a function.
     """
     learned = list(variables)
     by_shared = by_shared_name(learned)

@@ -61,9 +61,8 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
         instance: The object.
         outputs: The outputs of a graph, tensors or their names; by default all tensors without readers.
 
-    Raises:
-        ModelError: It contains something that cannot be read.
-        UsageError: It is another kind of object, or does not declare its inputs.
+    Raises a ModelError if it contains something that cannot be read, and a UsageError if it is another kind of object,
+    or does not declare its inputs.
     """
     tensorflow, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if tensorflow is not None:

@@ -155,8 +155,7 @@ def resolve_variables(meta_graphs: Iterable[Any], checkpoint: Checkpoint) -> dic
         Keys of the checkpoint by node name of a variable operation, and by its `shared_name` if that is unambiguous and
         not the name of another node. Look a variable up by node name first.
 
-    Raises:
-        ModelError: The checkpoint's object graph is damaged.
+    Raises a ModelError if the checkpoint's object graph is damaged.
     """
     by_full_name: dict[str, set[str]] = defaultdict(set)
     objects = checkpoint.object_graph()

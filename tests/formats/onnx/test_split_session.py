@@ -142,10 +142,14 @@ def test_validation_in_parts(name: str, kept: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(split_session, "PART_NODES", 2)
     monkeypatch.setattr(session, "MAX_KEPT_PAIRS", 4000 if kept else 0)
     parts = gq.insert(SAMPLES / f"{name}.onnx", data=data)
+    emitted, emit = [], session.emit_message
+    monkeypatch.setattr(session, "emit_message", lambda *args, **more: emitted.append(args) or emit(*args, **more))
     runner = create_runner(parts.model)
     runner.start()
     assert isinstance(runner._session, SplitSession)
     assert runner._session.kept == kept
+    assert set(runner.output_tensors) == set(runner.outputs)
+    assert len(emitted) == 1  # although the message was freed
     figures = []
     for result in (parts, whole):
         assert result.validation is not None
