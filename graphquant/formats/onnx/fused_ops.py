@@ -96,10 +96,8 @@ class _Lift:
 
     def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
         """Return the given constants with their own types and shapes."""
-        found = (constant for constant in constants if constant is not None)
-        return [
-            (each, each.outputs[0].dtype or "", fully_known_shape(each.outputs[0].shape) or (), None) for each in found
-        ]
+        outputs = [(constant, constant.outputs[0]) for constant in constants if constant is not None]
+        return [(each, output.dtype or "", fully_known_shape(output.shape) or (), None) for each, output in outputs]
 
     def weight_constants(self, *slots: int, dtypes: Collection[str]) -> tuple[Op | None, ...]:
         """Return a constant of `dtypes`, its scale and its zero point, which the op reads at `slots`."""
@@ -246,14 +244,9 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     op = lift.op
     weight, scale, zero_point = lift.weight_constants(WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"uint8"})
     is_given = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
-    bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
-    layout = MatrixLayout(
-        rows=int(op.numeric_attr("N", 0)),
-        columns=int(op.numeric_attr("K", 0)),
-        bits=bits,
-        block=max(block, 1),
-        transposed=not lift.suffix,
-    )
+    bits = int(op.numeric_attr("bits", 4))
+    rows, columns, block = (int(op.numeric_attr(name, 0)) for name in ("N", "K", "block_size"))
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=max(block, 1), transposed=not lift.suffix)
     is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
     if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
         return []
@@ -272,9 +265,8 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
     values, source, *others = lift.slots
     is_table = source is not None and source.graph == lift.graph.name and lift.graph.op(source.op).type == "Transpose"
     table = replace(lift, slots=(values, lift.graph.slots(source.op)[0], *others)) if source and is_table else lift
-    weight, scale, zero_point = table.weight_constants(
-        WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
-    )
+    weight_slots = WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT
+    weight, scale, zero_point = table.weight_constants(*weight_slots, dtypes={"int8", "uint8"})
     shape, sizes, zero_points = (
         None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale, zero_point)
     )

@@ -761,21 +761,21 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
 @pytest.mark.parametrize(("sizes", "op_type"), [("n", "MatMulNBits"), ("n, 1", "MatMulNBits"), ("n, 2", "MatMul")])
 def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op_type: str) -> None:
     """A product that always has two rows or more is as fast as in float only if its weight is folded."""
-    weights = {"w": np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)}
+    weights = {"w": np.random.default_rng(0).normal(size=(1536, 1536)).astype(np.float32)}
     onnx.save(
-        parse("y = MatMul(x, w)", f"float[{sizes}, 1024] x", f"float[{sizes}, 1024] y", weights), tmp_path / "m.onnx"
+        parse("y = MatMul(x, w)", f"float[{sizes}, 1536] x", f"float[{sizes}, 1536] y", weights), tmp_path / "m.onnx"
     )
     message = onnx_format.emit(gq.insert(tmp_path / "m.onnx", rules=["weight_only_int4"], validate=False).model)
     assert op_counts(message)[op_type] == 1
 
 
 @pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
-@pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1024, "GatherBlockQuantized")])
+@pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1536, "GatherBlockQuantized")])
 def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> None:
     """ONNX Runtime computes the rows of a table when it loads the model, unless a large product takes longer anyway."""
     dice = np.random.default_rng(0)
     weights = {
-        "t": dice.normal(size=(512, 32)),
+        "t": dice.normal(size=(1024, 32)),
         "w": dice.normal(size=(32, width)),
         "v": dice.normal(size=(width, width)),
     }
