@@ -122,7 +122,6 @@ def test_blocks_of_four_and_eight_bits(tmp_path: Path) -> None:
         message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
     onnx.save(message, tmp_path / "m.onnx")
     np.savez(tmp_path / "data.npz", x=rng.standard_normal((64, 128)).astype(np.float32))
-    # In the file, zero points are float32.
     for rules, budget in (("weight_only_int4", "28%"), ("weight_only_int8", "22%")):
         data = str(tmp_path / "data.npz")
         result = gq.insert(tmp_path / "m.onnx", rules=rules, size_budget=budget, data=data)

@@ -571,11 +571,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
         data.outputs[0].dtype not in INTEGER_DTYPES
         or scale_output.dtype not in SCALE_DTYPES
         or chain[0].attrs.get("to") != DTYPE_CODES[scale_output.dtype]
-        or any(
-            (each.outputs[0].dtype, each.outputs[0].shape) != (scale_output.dtype, scale_output.shape)
-            for each in (zero_point,)
-            if each
-        )
+        or (zero_point is not None and zero_point.outputs[0].shape != scale_output.shape)
     ):
         return []
     if (layout := _folded_layout(data, scale, links)) is None:
@@ -601,8 +597,12 @@ def _lift_folded(lift: _Lift) -> list[str]:
 
 
 def _link_operand(model: Model, tensor: TensorRef | None) -> Op | None:
-    """Return the constant that an op of a folded weight reads, None if it is none."""
+    """Return the constant that an op of a folded weight reads, also through a Cast, None if it is none."""
     op = None if tensor is None else model.op(tensor)
+    if tensor is not None and op is not None and op.type == "Cast":
+        op = next(
+            (model.op(source) for source in model.graphs[tensor.graph].slots(op.name) if source is not None), None
+        )
     return op if op is not None and op.kind == "constant" and op.read_value is not None else None
 
 
