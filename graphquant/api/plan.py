@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,7 @@ def plan_with_rules(
             f"{model.path or 'The model'} has no signature, only functions for Python code. Rules apply to signatures."
             " Save the model again with tf.saved_model.save(..., signatures=...)."
         )
+    selection = replace(selection, assume_sizes=partial(_with_assumed_sizes, sample_shapes=sample_shapes))
     prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
     opset = required_opset(prepared, plan)

@@ -212,5 +212,6 @@ def _weight_bytes(prepared: Model, plan: Plan, index: int, pair: InsertedPair | 
     zero_point_bits, scheme = bits, pair.site.scheme
     if FAMILIES[scheme.family or ""].variant_of:  # its forms have whole blocks, and no zero points that are fixed
         count = scale_count * (pair.params.block or count // scale_count)
-        zero_point_bits = 0 if scheme.grid.symmetric else float_bits if scheme.args.form == FOLDED_FORM else bits
+        is_float = scheme.args.form == FOLDED_FORM and scheme.block_size is None
+        zero_point_bits = 0 if scheme.grid.symmetric else float_bits if is_float else bits
     return -(-count * bits // 8) - (-scale_count * zero_point_bits // 8) + scale_count * float_bits // 8

@@ -41,9 +41,11 @@ MATMUL_BLOCK_SIZES = frozenset({16, 32, 64, 128, 256})  # those that all release
 MIN_GATHER_BLOCK_SIZE = 16  # of GatherBlockQuantized, which requires a power of two
 
 # docs/decisions/0076-fused-ops.md has the measurements.
-MIN_MODEL_ELEMENTS, MIN_MATRIX_ELEMENTS = 1 << 19, 1 << 14
-"""Smallest sum of all matrices of products, which then leave the processor's cache (twice as many at level 0), and
-smallest matrix, that products read faster packed than as float with one row."""
+MAX_CACHED_ELEMENTS, MAX_CACHED_INT8_ELEMENTS = 1 << 21, 1 << 19
+"""Largest sum of all matrices of products for which float is as fast with one row, because they stay in the processor's
+cache; the smaller one is for level 4."""
+MIN_MATRIX_ELEMENTS, MIN_MANY_ROWS_ELEMENTS = 1 << 15, 1 << 17
+"""Smallest matrix that products read faster packed than as float, with one row, and at level 4 with any number."""
 
 FLOAT_LEVEL_BITS = 4  # width of weights that products in float read fast; others take ten times as long
 MIN_BYTE_BLOCK_SIZE = 128  # smallest blocks of bytes with which products of 128 rows are faster than in float
@@ -200,22 +202,18 @@ class FusedOnnxFamily(OnnxFamily):
             weight.bits == BITS_OF_BYTES and level == INT8_LEVEL and (request.block or 0) >= MIN_BYTE_BLOCK_SIZE
         )
         elements = math.prod(size or 0 for size in request.shape or ())
-        is_large = model_weights >= MIN_MODEL_ELEMENTS << (level == FLOAT_LEVEL) and elements >= MIN_MATRIX_ELEMENTS
         # At level 0 two rows or more take longer packed than as float. Unknown sizes may be 1.
-        source = graph.slots(use.op)[0] if op_type == "MatMulNBits" and level == FLOAT_LEVEL else None
+        source = graph.slots(use.op)[0] if op_type == "MatMulNBits" else None
         rows = math.prod(size or 1 for size in (graph.output(source).shape or ())[:-1]) if source is not None else 1
-        is_faster = is_fast and is_large and rows == 1  # beside large products, the time of a table is small
+        max_cached, min_for_rows = MAX_CACHED_ELEMENTS, math.inf
+        if level == INT8_LEVEL:
+            max_cached, min_for_rows = MAX_CACHED_INT8_ELEMENTS, MIN_MANY_ROWS_ELEMENTS
+        is_large = model_weights > max_cached and elements >= (MIN_MATRIX_ELEMENTS if rows == 1 else min_for_rows)
+        is_faster = is_fast and is_large  # beside large products, the time of a table is small
         # Some releases compute level 4 wrong with zero points (https://github.com/microsoft/onnxruntime/issues/29853).
         levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
-        packed = [
-            FusedForm(
-                op_type=op_type,
-                bits=weight.bits,
-                args=replace(args, form="packed", accuracy_level=each),
-                has_zero_points=not request.symmetric,
-            )
-            for each in (levels if op_type else ())
-        ]
+        form = FusedForm(op_type=op_type, bits=weight.bits, args=args, has_zero_points=not request.symmetric)
+        packed = [form._replace(args=replace(args, form="packed", accuracy_level=each)) for each in levels if op_type]
         dynamic_type, dynamic_args = "", replace(args, form=DYNAMIC_FORM, accuracy_level=None)
         if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
             dynamic_type = DYNAMIC_PRODUCT

@@ -312,11 +312,11 @@ def block_model(path: Path, gain: Any) -> None:
     """Write a LayerNorm with `gain` and two products, of which the first also scales channels of the second."""
     rng = np.random.default_rng(0)
     text = (
-        '<ir_version: 10, opset_import: ["": 21]> g (float[N,64] x) => (float[N,32] y)'
+        '<ir_version: 10, opset_import: ["": 21]> g (float[N,64] x) => (float[N,64] y)'
         " { l = LayerNormalization <axis = -1> (x, g, o) a = MatMul (l, u) r = Relu (a) y = MatMul (r, v) }"
     )
     model = onnx.parser.parse_model(text)
-    values = {"g": gain, "o": np.zeros(64), "u": rng.normal(size=(64, 96)) / 8, "v": rng.normal(size=(96, 32)) / 8}
+    values = {"g": gain, "o": np.zeros(64), "u": rng.normal(size=(64, 256)) / 8, "v": rng.normal(size=(256, 64)) / 8}
     model.graph.initializer.extend(
         onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in values.items()
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from support.rule_files import write_int4_rules
 
 import graphquant as gq
 from graphquant.errors import RuleError, UsageError
@@ -45,9 +46,9 @@ def test_each_source_of_ranges_covers_the_same_uses(model: gq.Model, rules: str,
         assert {site.scheme.range for site in plan.sites} == {"observed" if has_fixed_scales else source}
 
 
-def test_blocks_become_channels(model: gq.Model) -> None:
+def test_blocks_become_channels(model: gq.Model, tmp_path: Path) -> None:
     """A family that has scales per channel gets one for each channel of a matrix product in blocks."""
-    plan = gq.plan(model, rules=["weight_only_int4"], family="quantize-and-dequantize-v3")
+    plan = gq.plan(model, rules=[write_int4_rules(tmp_path)], family="quantize-and-dequantize-v3")
     assert {(site.scheme.per, site.scheme.type.name) for site in plan.sites} == {
         ("channel", "int4"),
         ("channel", "int8"),

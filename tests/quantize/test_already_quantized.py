@@ -13,6 +13,7 @@ from onnx import numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 from support.cli import run_cli
 from support.onnx_models import run_onnx
+from support.rule_files import write_int4_rules
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -301,7 +302,7 @@ def test_a_tensor_in_two_slots_is_removed_once(tmp_path):
 
 def test_other_types_are_placed_anew(tmp_path, made_by_onnxruntime):
     """int8 weights become int4 ones."""
-    rules = "weight_only_int4"
+    rules = write_int4_rules(tmp_path)
     inserted_result = gq.insert(made_by_onnxruntime / "QDQ.onnx", rules=rules, requantize=True)
     first = gq.insert(MODELS / "digits_cnn.onnx", rules=rules)
     types = [

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+SHIPPED = Path(__file__).parents[2] / "rules"
+
 
 def rule_text(name: str = "r", producer: str = "{}", consumer: str = "{}", quantize: str = "q", more: str = "") -> str:
     """Return a rule as TOML."""
@@ -23,3 +25,11 @@ def write_rules(folder: Path, text: str) -> list[str]:
     path = folder / "rules.toml"
     path.write_text(text, "utf-8")
     return [str(path)]
+
+
+def write_int4_rules(folder: Path) -> str:
+    """Write `weight_only_int4` without the rule for small products, which have 8 bits; return the path."""
+    path = folder / "int4.toml"
+    if not path.exists():  # a resumed command needs the same file
+        path.write_text((SHIPPED / "weight_only_int4.toml").read_text().replace("max_size = 16383", "max_size = 0"))
+    return str(path)

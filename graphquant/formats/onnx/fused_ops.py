@@ -96,10 +96,8 @@ class _Lift:
 
     def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
         """Return the given constants with their own types and shapes."""
-        found = (constant for constant in constants if constant is not None)
-        return [
-            (each, each.outputs[0].dtype or "", fully_known_shape(each.outputs[0].shape) or (), None) for each in found
-        ]
+        outputs = [(constant, constant.outputs[0]) for constant in constants if constant is not None]
+        return [(each, output.dtype or "", fully_known_shape(output.shape) or (), None) for each, output in outputs]
 
     def weight_constants(self, *slots: int, dtypes: Collection[str]) -> tuple[Op | None, ...]:
         """Return a constant of `dtypes`, its scale and its zero point, which the op reads at `slots`."""
@@ -246,14 +244,9 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     op = lift.op
     weight, scale, zero_point = lift.weight_constants(WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"uint8"})
     is_given = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
-    bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 0))
-    layout = MatrixLayout(
-        rows=int(op.numeric_attr("N", 0)),
-        columns=int(op.numeric_attr("K", 0)),
-        bits=bits,
-        block=max(block, 1),
-        transposed=not lift.suffix,
-    )
+    bits = int(op.numeric_attr("bits", 4))
+    rows, columns, block = (int(op.numeric_attr(name, 0)) for name in ("N", "K", "block_size"))
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=max(block, 1), transposed=not lift.suffix)
     is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
     if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
         return []
@@ -272,9 +265,8 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
     values, source, *others = lift.slots
     is_table = source is not None and source.graph == lift.graph.name and lift.graph.op(source.op).type == "Transpose"
     table = replace(lift, slots=(values, lift.graph.slots(source.op)[0], *others)) if source and is_table else lift
-    weight, scale, zero_point = table.weight_constants(
-        WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int8", "uint8"}
-    )
+    weight_slots = WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT
+    weight, scale, zero_point = table.weight_constants(*weight_slots, dtypes={"int8", "uint8"})
     shape, sizes, zero_points = (
         None if op is None else fully_known_shape(op.outputs[0].shape) for op in (weight, scale, zero_point)
     )
@@ -579,11 +571,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
         data.outputs[0].dtype not in INTEGER_DTYPES
         or scale_output.dtype not in SCALE_DTYPES
         or chain[0].attrs.get("to") != DTYPE_CODES[scale_output.dtype]
-        or any(
-            (each.outputs[0].dtype, each.outputs[0].shape) != (scale_output.dtype, scale_output.shape)
-            for each in (zero_point,)
-            if each
-        )
+        or (zero_point is not None and zero_point.outputs[0].shape != scale_output.shape)
     ):
         return []
     if (layout := _folded_layout(data, scale, links)) is None:
@@ -609,8 +597,12 @@ def _lift_folded(lift: _Lift) -> list[str]:
 
 
 def _link_operand(model: Model, tensor: TensorRef | None) -> Op | None:
-    """Return the constant that an op of a folded weight reads, None if it is none."""
+    """Return the constant that an op of a folded weight reads, also through a Cast, None if it is none."""
     op = None if tensor is None else model.op(tensor)
+    if tensor is not None and op is not None and op.type == "Cast":
+        op = next(
+            (model.op(source) for source in model.graphs[tensor.graph].slots(op.name) if source is not None), None
+        )
     return op if op is not None and op.kind == "constant" and op.read_value is not None else None
 
 

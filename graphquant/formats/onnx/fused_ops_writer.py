@@ -202,7 +202,12 @@ class _Weight:
             zero = add_constant(graph, name, dtype, middle.shape, middle.view, rule=dequantize.rule)
             values = self.add("Sub", "/sub", [values, zero], blocks)
         elif zero_point and params.zero_point.any():
-            zero = self.reshape_constant(zero_point[0], dtype, sizes, sizes)
+            # Those of blocks take an eighth of the file as floats.
+            stored_dtype = dtype if params.block is None else graph.output(zero_point[0]).dtype
+            zero = self.reshape_constant(zero_point[0], stored_dtype, sizes, sizes)
+            zero = (
+                zero if params.block is None else self.add("Cast", "/zero_cast", [zero], sizes, to=DTYPE_CODES[dtype])
+            )
             values = self.add("Sub", "/sub", [values, zero], blocks)
         last, inputs = "Mul", [values, self.reshape_constant(scale, dtype, sizes, sizes)]
         if blocks != shape:
@@ -319,12 +324,10 @@ class _Weight:
             data, value = graph.output(constants[0]), partial(constant_value, model.op(constants[0]))
             suffix = TRANSPOSED_SUFFIX if product.numeric_attr("transB", 0) else TABLE_SUFFIX
             name, shape = f"{constants[0].op}{suffix}", fully_known_shape(data.shape) or ()
-            if is_tied:
-                create = partial(add_transpose, graph, name, constants[0], anchor=dequantize.anchor)
-            else:
-                create = partial(
-                    add_constant, graph, name, data.dtype, shape[::-1], lambda: np.array(value().T, order="C")
-                )
+            create = partial(add_transpose, graph, name, constants[0], anchor=dequantize.anchor)
+            if not is_tied:
+                turned = (name, data.dtype, shape[::-1], lambda: np.array(value().T, order="C"))
+                create = partial(add_constant, graph, *turned)
             self.constants[suffix] = self.constants.get(suffix) or [create(rule=dequantize.rule)]
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
         result, columns = product, graph.output(constants[0]).shape[-1:]
@@ -399,10 +402,8 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
     fused_attrs = {name: value for name, value in layer.attrs.items() if name != "layout"}
     if layer.kind == "moe":
         # Releases before 1.31 have no accuracy level, and compute QMoE in up to 20 times the time of MoE.
-        packed, level = (
-            next(iter(weights.values())).packed,
-            (reader.dequantize.fused_attrs or {}).get("accuracy_level", 0),
-        )
+        packed = next(iter(weights.values())).packed
+        level = (reader.dequantize.fused_attrs or {}).get("accuracy_level", 0)
         fused_attrs |= {"expert_weight_bits": packed.bits, "block_size": packed.block, "accuracy_level": level}
     op_type = "QMoE" if layer.kind == "moe" else DYNAMIC_LSTM
     marks = replace(ops[0], rule=rules.strip(), anchor=anchors.strip())
@@ -429,18 +430,9 @@ def _fused_layer_inputs(
 
 def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) -> Op:
     """Return the fused op with the name and output of `op`."""
-    return replace(
-        op,
-        kind="integer",
-        type=op_type,
-        domain=MICROSOFT_DOMAIN,
-        roles=("input",),
-        channel_axis=None,
-        attrs=attrs,
-        source=None,
-        rule=dequantize.rule,
-        anchor=dequantize.anchor,
-    )
+    fields: dict[str, Any] = {"kind": "integer", "type": op_type, "domain": MICROSOFT_DOMAIN, "roles": ("input",)}
+    fields |= {"channel_axis": None, "attrs": attrs, "source": None}
+    return replace(op, **fields, rule=dequantize.rule, anchor=dequantize.anchor)
 
 
 def _share_rounded_inputs(graph: Graph) -> None:
@@ -450,9 +442,8 @@ def _share_rounded_inputs(graph: Graph) -> None:
         source = graph.slots(op.name)[0] if (op.type, op.source) == (DYNAMIC_PRODUCT, None) else None
         if source is not None:
             readers.setdefault(source, []).append(op.name)
-    for source, names in readers.items():
-        if len(names) < MIN_SHARED_READERS:
-            continue
+    shared = {source: names for source, names in readers.items() if len(names) >= MIN_SHARED_READERS}
+    for source, names in shared.items():
         first = graph.op(names[0])
         fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": first.rule}
         rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)

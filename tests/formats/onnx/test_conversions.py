@@ -49,6 +49,15 @@ def test_upgrade_keeps_functions_weights_and_metadata(load_text: Any) -> None:
     np.testing.assert_array_equal(format_.create_runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
 
 
+def test_upgrade_adds_no_inferred_shapes(load_text: Any) -> None:
+    """With shapes that the source lacks, ONNX Runtime joins ops to one that takes longer."""
+    model = load_text(OLD)
+    assert not format_.upgrade_opset(model, 13).source.message.graph.value_info
+    model.source.message.graph.value_info.add(name="s").type.tensor_type.elem_type = 1
+    upgraded = format_.upgrade_opset(model_from_message(model.source.message), 13)
+    assert [info.name for info in upgraded.source.message.graph.value_info] == ["s"]
+
+
 def test_output_without_a_shape(load_text: Any) -> None:
     """A model whose output has no shape is upgraded: ONNX Runtime runs it, although onnx's checker rejects it."""
     message = load_text(OLD).source.message

@@ -21,6 +21,7 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 from support.cli import run_cli
+from support.rule_files import write_int4_rules
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
@@ -372,6 +373,7 @@ class Interruption:
         """Quantize `m.onnx` next to the folder of the output, and return the counts."""
         self.counts, self.limits = {"searched": 0, "written": 0}, {"searched": 99, "written": 99} | limits
         model = output.parent.parent / "m.onnx"
+        rules = write_int4_rules(model.parent) if rules == "weight_only_int4" else rules
         run_cli("insert", model, "--rules", rules, "-o", output, "--force", "-q", code=code)
         return self.counts
 

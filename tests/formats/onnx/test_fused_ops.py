@@ -761,21 +761,40 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
 @pytest.mark.parametrize(("sizes", "op_type"), [("n", "MatMulNBits"), ("n, 1", "MatMulNBits"), ("n, 2", "MatMul")])
 def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op_type: str) -> None:
     """A product that always has two rows or more is as fast as in float only if its weight is folded."""
-    weights = {"w": np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)}
+    weights = {"w": np.random.default_rng(0).normal(size=(1536, 1536)).astype(np.float32)}
     onnx.save(
-        parse("y = MatMul(x, w)", f"float[{sizes}, 1024] x", f"float[{sizes}, 1024] y", weights), tmp_path / "m.onnx"
+        parse("y = MatMul(x, w)", f"float[{sizes}, 1536] x", f"float[{sizes}, 1536] y", weights), tmp_path / "m.onnx"
     )
     message = onnx_format.emit(gq.insert(tmp_path / "m.onnx", rules=["weight_only_int4"], validate=False).model)
     assert op_counts(message)[op_type] == 1
 
 
 @pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
-@pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1024, "GatherBlockQuantized")])
+@pytest.mark.parametrize("columns", [128, 100])
+def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int) -> None:
+    """A block of 32 takes 16 bytes, a scale and half a byte, and comes back as the pair that it was."""
+    weights = {"w": np.random.default_rng(0).normal(size=(columns, 256)).astype(np.float32)}
+    message = parse("y = MatMul(x, w)", f"float[n, {columns}] x", "float[n, 256] y", weights)
+    onnx.save(message, tmp_path / "m.onnx")
+    result = gq.insert(tmp_path / "m.onnx", rules=["weight_only_int4"], validate=False)
+    quantized = onnx.load(result.save(tmp_path / "q.onnx"))
+    zero_points = {i.data_type for i in quantized.graph.initializer if np.prod(i.dims) == 4 * 256}
+    assert zero_points == {onnx.TensorProto.FLOAT, onnx.TensorProto.UINT4}  # of the scales and the zero points
+    pair = next(op for op in onnx_format.load(tmp_path / "q.onnx").main.ops() if op.kind == "dequantize")
+    assert pair.attrs == {"axis": 0, "block_size": 32}
+    feeds = {"x": np.random.default_rng(1).normal(size=(8, columns)).astype(np.float32)}
+    stripped = onnx_format.emit(gq.strip(tmp_path / "q.onnx").model)
+    np.testing.assert_allclose(run(quantized, feeds)[0], run(stripped, feeds)[0], atol=1e-5)
+    assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
+
+
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+@pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1536, "GatherBlockQuantized")])
 def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> None:
     """ONNX Runtime computes the rows of a table when it loads the model, unless a large product takes longer anyway."""
     dice = np.random.default_rng(0)
     weights = {
-        "t": dice.normal(size=(512, 32)),
+        "t": dice.normal(size=(1024, 32)),
         "w": dice.normal(size=(32, width)),
         "v": dice.normal(size=(width, width)),
     }
