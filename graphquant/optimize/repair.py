@@ -390,7 +390,7 @@ class _Repair:
         """Return the plan of a recipe; with `quick`, without the algorithms that run after calibration."""
         workspace = self._workspace(recipe)
         plan = workspace.state.plan
-        replacements: dict[int, Site | None] = {}
+        replacements, names = dict[int, "Site | None"](), dict(recipe.candidates)
         if recipe.candidates:
             candidate_plans = make_candidate_plans(workspace.state.model, plan)
             replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
@@ -399,7 +399,6 @@ class _Repair:
             for shared in group_shared_scales(plan, range(len(plan.sites))):
                 if not recipe.float_sites.isdisjoint(shared):
                     replacements |= dict.fromkeys(shared)
-        names = dict(recipe.candidates)
 
         def reason_at(index: int) -> str:
             change = "its block stays float" if replacements[index] is None else f"chosen ({names[index]})"
@@ -751,9 +750,10 @@ class _Repair:
         self._request.budget.release(self._final_work)  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
-        # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
+        # The rest of the gap is by algorithms and by other samples, and nearly the same with more blocks in float.
         measure_error, _ = self._measure_switched(base, groups, SEARCH_LIMITS)
-        offset = self._estimate(base) - _error_to_db(measure_error(range(len(groups))))
+        on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
+        offset = self._current_sqnr - _error_to_db(measure_error(on))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
