@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
@@ -82,8 +83,7 @@ if TYPE_CHECKING:
 
 REPAIR_RULE = "repair"  # rule of the sites and skips that a repair changes
 
-RANGES, FLOAT_BLOCKS = "ranges", "float"
-"""Names of the steps that are no optimization algorithms."""
+RANGES, FLOAT_BLOCKS = "ranges", "float"  # names of the steps that are no optimization algorithms
 
 SCALING_ALGORITHMS = (CROSS_LAYER_EQUALIZATION, SMOOTHQUANT)  # they run together, because both need new statistics
 ROUNDING_ALGORITHMS = (ADAROUND, GPTQ)
@@ -98,16 +98,15 @@ MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samp
 MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
-MAX_SHIFT_DB = 3.0
-"""Largest difference in dB between two ways to measure that is assumed to be the same for other plans. A larger gain by
-algorithms repairs an error that these plans do not have."""
+MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
 ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges of blocks, so that float blocks can follow
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
-BISECTION_MEASUREMENTS = 24  # maximum number of measurements that find the blocks with large errors
-MIN_BLOCKS = 4  # number of blocks below which each weighted op is a block, because few blocks leave no choice
+BISECTION_LIMITS = 48, 2  # maximum measurements that find tensors with large errors, and minimum samples of each
+SEARCH_LIMITS = 24, MIN_LIMITED_SAMPLES  # the same for sets of float blocks
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
+EXCESS_DB = 1.0  # dB above the aim from which a cheaper set of float blocks is searched for
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
@@ -189,6 +188,7 @@ class OutputMeter:
         self.feeds = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
         self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
         self._scores: dict[str, list[Array]] = {}
+        self.feeds_by_error = self.feeds  # once a model was measured, its largest errors alternate with typical ones
 
     def worst_sqnr(self, quantized: Model) -> float:
         """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
@@ -197,14 +197,21 @@ class OutputMeter:
         names = compared_outputs(self._runner, runner, match_outputs(self._runner.outputs, runner.outputs, {}))
         feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
         sums = {name: ErrorSums() for name in names}
+        errors = {name: [0.0] * len(feeds) for name in names}
         with ignore_overflow():
-            for outputs, expected in zip(runner.run_each(feeds), self._expected, strict=True):
+            for number, (outputs, expected) in enumerate(zip(runner.run_each(feeds), self._expected, strict=True)):
                 for name, quantized_name in names.items():
                     value = expected.get(name)
                     if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
+                        errors[name][number] = -sums[name].error
                         sums[name].add(value, outputs[quantized_name])
-        measured = {name: total for name, total in sums.items() if total.count and not total.problem}
-        sqnr = {name: total.sqnr for name, total in measured.items()}
+                        errors[name][number] += sums[name].error
+        sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+        if self.feeds_by_error is self.feeds and sqnr:
+            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
+            order = sorted(range(len(worst)), key=lambda number: -worst[number])
+            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and a typical one
+            self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
         for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
             if name not in self._scores:
                 self._scores[name] = read_scores(self._runner, name, self.feeds)
@@ -381,7 +388,7 @@ class _Repair:
         """Return the plan of a recipe; with `quick`, without the algorithms that run after calibration."""
         workspace = self._workspace(recipe)
         plan = workspace.state.plan
-        replacements: dict[int, Site | None] = {}
+        replacements, names = dict[int, "Site | None"](), dict(recipe.candidates)
         if recipe.candidates:
             candidate_plans = make_candidate_plans(workspace.state.model, plan)
             replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
@@ -390,12 +397,10 @@ class _Repair:
             for shared in group_shared_scales(plan, range(len(plan.sites))):
                 if not recipe.float_sites.isdisjoint(shared):
                     replacements |= dict.fromkeys(shared)
-        names = dict(recipe.candidates)
 
         def reason_at(index: int) -> str:
-            if replacements[index] is None:
-                return f"its block stays float, so that the outputs reach {self._request.target_sqnr:g} dB"
-            return f"chosen ({names[index]}), so that the outputs reach {self._request.target_sqnr:g} dB"
+            change = "its block stays float" if replacements[index] is None else f"chosen ({names[index]})"
+            return f"{change}, so that the outputs reach {self._request.target_sqnr:g} dB"
 
         algorithms = choose_algorithms(plan.algorithms, recipe.algorithms)
         if quick:
@@ -616,15 +621,29 @@ class _Repair:
             model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
             built = self._build(DEFAULT_RECIPE, quick=True)
             self._blocks = find_blocks(model, plan, sorted(insertions_by_site(plan, built.insertions)))
-            if len(self._blocks) < MIN_BLOCKS:
-                self._blocks = _split_blocks(model, plan, self._blocks)
             groups = _group_by_block(model, plan, self._blocks)
-            members: dict[OpKey, list[int]] = {}
+            members: dict[OpKey, list[int]] = defaultdict(list)
             for number, group in enumerate(groups):
-                members.setdefault(min(group.ops), []).append(number)
+                members[min(group.ops)].append(number)
             by_block = [members[key] for key in sorted(members)]
-            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups)
-            errors = share_errors(bisect_errors(measure, by_block, limit))
+            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            max_error = 10 ** (-self._aim / 10)
+            parts = bisect_errors(measure, by_block, limit, max_error)
+            errors = share_errors(parts)
+            # A whole block in float is an expensive answer to the error of one of its tensors.
+            notable = NOTABLE_ERROR_SHARE * sum(errors.values())
+            worst = {key for number, group in enumerate(groups) if errors[number] >= notable for key in group.ops}
+            keyed = zip(_block_keys(self._blocks), self._blocks, strict=True)
+            split = (_split_block(model, plan, block) if key in worst else (block,) for key, block in keyed)
+            self._blocks = tuple(chain.from_iterable(split))
+            groups = _group_by_block(model, plan, self._blocks)
+            # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
+            culprits = {key for number, group in enumerate(groups) if errors[number] > max_error for key in group.ops}
+            others = [number for number, group in enumerate(groups) if not group.ops <= culprits]
+            if not culprits:
+                errors = share_errors(bisect_errors(measure, by_block, limit))
+            elif (remaining := limit - 2 * len(parts)) > limit // 4:  # each split took two measurements
+                errors |= share_errors(bisect_errors(measure, [others], remaining))
             self._groups = [
                 replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
                 for number, group in enumerate(groups)
@@ -632,7 +651,7 @@ class _Repair:
         return self._groups
 
     def _measure_switched(
-        self, recipe: Recipe, groups: Sequence[ScaleGroup]
+        self, recipe: Recipe, groups: Sequence[ScaleGroup], limits: tuple[int, int]
     ) -> tuple[Callable[[Collection[int]], float], int]:
         """Return a function that measures the error with only the given groups quantized, and a limit of its calls.
 
@@ -643,34 +662,37 @@ class _Repair:
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
         elements = estimate_footprint(self._request.prepared, batch_independent=False).elements_per_sample
         # Few samples if a run takes long.
-        feeds = self._meter.feeds[:: 4 if elements is None or elements > MAX_SMALL_ELEMENTS else 2]
+        part = 4 if elements is None or elements > MAX_SMALL_ELEMENTS else 2
+        feeds = self._meter.feeds_by_error[: -(-len(self._meter.feeds) // part)]
 
-        def open_feeds(first: int, last: int) -> Iterator[dict[str, Array]]:
-            yield from map(dict, feeds[first:last])
-
-        samples = replace(self._request.search_samples, count=len(feeds), open_feeds=open_feeds)
+        samples = replace(
+            self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
+        )
         self._charge(costs.plan(samples.count))
         switches = switch_groups(model, plan, built, sites, samples)
-        limit = min(BISECTION_MEASUREMENTS // (1 + switches.size[2]), 2 * len(groups))
+        limit, min_samples = min(limits[0] // (1 + switches.size[2]), 2 * len(groups)), limits[1]
         work = SENSITIVITY_SHARE * self._request.budget.remaining
         share = work / (limit * costs.switched(*switches.size))
         if share < 1:
-            count = max(int(share * switches.size[0]), MIN_LIMITED_SAMPLES)
-            switches = switch_groups(model, plan, built, sites, samples, max_samples=count)
+            samples = replace(samples, count=min(max(int(share * switches.size[0]), min_samples), samples.count))
+            switches = switch_groups(model, plan, built, sites, samples)
             limit = max(min(limit, int(work / costs.switched(*switches.size))), 1)
 
         def measure(on: Collection[int]) -> float:
-            self._charge(costs.switched(*switches.size))
+            if not switches.is_measured(on):
+                self._charge(costs.switched(*switches.size))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure, limit
 
+    def _untried_algorithms(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the algorithms that the current plan does not have, and that may run."""
+        excluded = {*self._request.disabled_algorithms, *self._plan(self._current).algorithms}
+        return tuple(name for name in names if name not in excluded)
+
     def _try_algorithms(self, names: Sequence[str]) -> None:
         """Try algorithms that run after calibration in addition to those of the current recipe."""
-        current = self._plan(self._current)
-        names = [
-            name for name in names if name not in self._request.disabled_algorithms and name not in current.algorithms
-        ]
+        names = self._untried_algorithms(names)
         if not names or self._request.calibration is None:
             return
         if not self._is_affordable(self._request.budget.costs.algorithm):
@@ -680,13 +702,7 @@ class _Repair:
 
     def _try_scaling(self) -> None:
         """Try cross-layer equalization and SmoothQuant, which change the model before calibration."""
-        request = self._request
-        current = self._plan(self._current)
-        names = tuple(
-            name
-            for name in SCALING_ALGORITHMS
-            if name not in request.disabled_algorithms and name not in current.algorithms
-        )
+        request, names = self._request, self._untried_algorithms(SCALING_ALGORITHMS)
         if not names or request.calibration is None or request.has_stats:
             return
         work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
@@ -732,9 +748,10 @@ class _Repair:
         self._request.budget.release(self._final_work)  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
-        # The rest of the gap is by algorithms and by other samples, and nearly the same with some blocks in float.
-        measure_error, _ = self._measure_switched(base, groups)
-        offset = self._estimate(base) - _error_to_db(measure_error(range(len(groups))))
+        # The rest of the gap is by algorithms and by other samples, and nearly the same with more blocks in float.
+        measure_error, _ = self._measure_switched(base, groups, SEARCH_LIMITS)
+        on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
+        offset = self._current_sqnr - _error_to_db(measure_error(on))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
@@ -746,16 +763,19 @@ class _Repair:
             sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
+        recipe = base
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
+            recipe, previous = recipe_of(result.selection), recipe
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
             work = self._plan_work(base, quick=True)
             work += 0.0 if base.algorithms in self._algorithm_gains else self._plan_work(base)
             if result.stop_reason is not None or work > self._request.budget.remaining:
                 self._request.budget.extend(work)
-            self._try_float(recipe_of(result.selection))
-            missing = self._aim - self._estimate(recipe_of(result.selection))
-            if missing <= 0 or not math.isfinite(missing):
+            self._try_float(recipe)
+            missing = self._aim - self._estimate(recipe)
+            is_last = missing >= -EXCESS_DB or recipe == previous or result.stop_reason is not None
+            if not math.isfinite(missing) or (missing <= 0 and is_last):
                 return
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
@@ -797,20 +817,18 @@ def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:
     return [(FLOAT_BLOCKS, f"{number:06d}") for number in range(len(blocks))]
 
 
-def _split_blocks(model: Model, plan: Plan, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Split blocks into their weighted ops, each with the tensors that it computes or reads first."""
-    sites = sorted(index for block in blocks for index in block.sites)
-    ops_by_site = {index: group.ops for group in make_scale_groups(model, plan, sites, {}) for index in group.sites}
-    split: list[Block] = []
-    for block in blocks:
-        remaining = list(block.sites)
-        for op in sorted(block.ops):
-            # Tensors that no weighted op touches go with the first op.
-            own = [index for index in remaining if op in ops_by_site[index] or not ops_by_site[index] & block.ops]
-            remaining = [index for index in remaining if index not in own]
-            split += [Block(sites=tuple(own), ops=frozenset({op}), name=op[1])] if own else []
-        split += [] if block.ops else [block]
-    return tuple(split)
+def _split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
+    """Split a block into its weighted ops, each with the tensors that it computes or reads first."""
+    ops_by_site = {
+        index: group.ops for group in make_scale_groups(model, plan, block.sites, {}) for index in group.sites
+    }
+    split, remaining = list[Block](), list(block.sites)
+    for op in sorted(block.ops):
+        # Tensors that no weighted op touches go with the first op.
+        own = [index for index in remaining if op in ops_by_site[index] or not ops_by_site[index] & block.ops]
+        remaining = [index for index in remaining if index not in own]
+        split += [Block(sites=tuple(own), ops=frozenset({op}), name=op[1])] if own else []
+    return tuple(split) or (block,)
 
 
 def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:

@@ -331,7 +331,10 @@ ErrorPart = tuple[tuple[int, ...], float]  # groups that were measured together,
 
 
 def bisect_errors(
-    measure: Callable[[Collection[int]], float], blocks: Sequence[Sequence[int]], max_measurements: int
+    measure: Callable[[Collection[int]], float],
+    blocks: Sequence[Sequence[int]],
+    max_measurements: int,
+    min_error: float = 0.0,
 ) -> list[ErrorPart]:
     """Estimate the errors that groups add, with few measurements.
 
@@ -343,6 +346,7 @@ def bisect_errors(
         measure: Returns the error with only the given groups quantized.
         blocks: The groups of each block, in graph order.
         max_measurements: Maximum number of calls of `measure`, at least 1.
+        min_error: Error up to which a part is not split.
 
     Returns:
         Parts that contain each group once. A group of its own part was measured alone.
@@ -359,7 +363,7 @@ def bisect_errors(
     for _ in range((max_measurements - 1) // 2):
         splittable = [entry for entry in parts if len(entry[1]) > 1 or len(entry[1][0]) > 1]
         error, part = max(splittable, key=lambda entry: entry[0], default=(0.0, ()))
-        if not part or error <= MIN_SPLIT_SHARE * max_error:
+        if not part or error <= max(MIN_SPLIT_SHARE * max_error, min_error):
             break
         position = parts.index((error, part))
         if len(part) > 1:

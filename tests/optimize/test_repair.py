@@ -139,6 +139,38 @@ def test_float_blocks_are_the_last_change(outlier_net: Path) -> None:
     assert 0 < result.quantized_share < 1
 
 
+def test_one_tensor_does_not_make_its_block_float(tmp_path: Path) -> None:
+    """Of a residual block with one tensor of outliers, only the two ops at this tensor become float."""
+    rng, width, blocks = np.random.default_rng(3), 32, 5
+    names = [f"{name}{block}" for block in range(blocks) for name in "abcd"]
+    weights = {name: rng.normal(0, 0.2, (width, width)) for name in names}
+    weights["b2"][:, [3, 9]] *= 400
+    weights["c2"][[3, 9]] /= 400
+    nodes, tensor = [], "x"
+    for block in range(blocks):
+        first = tensor
+        for name in "abcd":
+            product = f"product_{name}{block}"
+            nodes.append(helper.make_node("MatMul", [tensor, f"{name}{block}"], [product], name=product))
+            tensor = product if name == "d" else f"relu_{name}{block}"
+            nodes += [helper.make_node("Relu", [product], [tensor], name=tensor)] if name != "d" else []
+        nodes.append(helper.make_node("Add", [tensor, first], [f"sum{block}"], name=f"add{block}"))
+        tensor = f"sum{block}"
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", 1, ["N", width])],
+        [helper.make_tensor_value_info(tensor, 1, ["N", width])],
+        [numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(80, width)).astype(np.float32))
+    assert insert_net(tmp_path, min_sqnr="none").validation.worst_sqnr < 20
+    result = insert_net(tmp_path, algorithms=NO_SCALING)
+    assert result.search.repair.met
+    assert set(names) - {site.tensor.op for site in result.plan.sites if site.parameter} == {"b2", "c2"}
+
+
 def test_the_plan_of_a_repair_gives_the_same_model(outlier_net: Path) -> None:
     """The plan of the result, applied to the source, gives the same bytes, and so does a second run."""
     result, again = insert_net(outlier_net), insert_net(outlier_net)

@@ -257,6 +257,7 @@ def test_errors_by_bisection() -> None:
     assert share_errors(bisect_errors(measure, blocks, 1)) == pytest.approx(dict.fromkeys(range(8), sum(errors) / 8))
     measured.clear()
     assert len(bisect_errors(measure, blocks, 99)) == 6  # parts below 2% of the whole error are not split
+    assert len(bisect_errors(measure, blocks, 99, sum(errors))) == 1
     assert bisect_errors(measure, [[], []], 9) == []
     infinite = bisect_errors(lambda groups: math.inf if 1 in groups else 0.0, [[0], [1]], 9)
     assert infinite == [((0,), 0.0), ((1,), 1e6)]

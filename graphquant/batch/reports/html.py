@@ -44,7 +44,8 @@ def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) ->
 
 
 def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[str]:
-    script, style = _report_file("report.js"), _report_file("report.css")
+    folder = files("graphquant.batch.reports")
+    script, style = (folder.joinpath(f"report.{suffix}").read_text("utf-8") for suffix in ("js", "css"))
     style = style.replace("NUMBERS", str(sum(column.number for column in REPORT_COLUMNS)))
     yield page_head("graphquant batch", style, script) + "<body>"
     yield from _page_header(report)
@@ -137,10 +138,6 @@ def _name_details(outcome: Outcome, changes: list[OutcomeChange]) -> str:
     messages += [("soft" if change.level == "note" else "bad", change.message) for change in changes]
     paragraphs = "".join(f'<p class="{style}">{html_text(message)}</p>' for style, message in messages)
     return f"<details><summary>{html_text(outcome.name)}</summary><table>{table}</table></details>{paragraphs}"
-
-
-def _report_file(name: str) -> str:
-    return files("graphquant.batch.reports").joinpath(name).read_text("utf-8")
 
 
 MAX_NAME_LENGTH = 80  # maximum number of characters of a model's name in its page's name
