@@ -106,7 +106,6 @@ BISECTION_LIMITS = 48, 2  # maximum measurements that find tensors with large er
 SEARCH_LIMITS = 24, MIN_LIMITED_SAMPLES  # the same for sets of float blocks
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
-EXCESS_DB = 1.0  # dB above the aim from which a cheaper set of float blocks is searched for
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
@@ -763,10 +762,9 @@ class _Repair:
             sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
-        recipe = base
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
-            recipe, previous = recipe_of(result.selection), recipe
+            recipe = recipe_of(result.selection)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
             work = self._plan_work(base, quick=True)
             work += 0.0 if base.algorithms in self._algorithm_gains else self._plan_work(base)
@@ -774,8 +772,7 @@ class _Repair:
                 self._request.budget.extend(work)
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
-            is_last = missing >= -EXCESS_DB or recipe == previous or result.stop_reason is not None
-            if not math.isfinite(missing) or (missing <= 0 and is_last):
+            if missing <= 0 or not math.isfinite(missing):
                 return
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
