@@ -41,7 +41,7 @@ MATMUL_BLOCK_SIZES = frozenset({16, 32, 64, 128, 256})  # those that all release
 MIN_GATHER_BLOCK_SIZE = 16  # of GatherBlockQuantized, which requires a power of two
 
 # docs/decisions/0076-fused-ops.md has the measurements.
-MAX_CACHED_ELEMENTS, MAX_CACHED_INT8_ELEMENTS = 1 << 21, 1 << 19
+MAX_CACHED_ELEMENTS, MAX_CACHED_INT8_ELEMENTS = 1 << 20, 1 << 19
 """Largest sum of all matrices of products for which float is as fast with one row, because they stay in the processor's
 cache; the smaller one is for level 4."""
 MIN_MATRIX_ELEMENTS, MIN_MANY_ROWS_ELEMENTS = 1 << 15, 1 << 17
