@@ -91,8 +91,10 @@ def run_case(index: int, corpus: Path, folder: Path, *, verbose: bool = False) -
     problems += [f"changed {path}" for path in before if after.get(path) != before[path]]
     new_files = sorted(after.keys() - before.keys())
     kind = arguments[0]
-    # A missed bound is exit code 1 with a result; so are findings of the commands that print.
-    may_write = ending == "exit 1" and (kind in {"diff", "check", "compare", "data"} or "search" in command)
+    # A missed bound and a float model that cannot be run are exit code 1 with a result; so are findings of the commands
+    # that print.
+    has_result = kind in {"diff", "check", "compare", "data"} or "search" in command or command == "insert --data"
+    may_write = ending == "exit 1" and has_result
     if ending != "exit 0" and new_files and not may_write and kind != "batch":
         problems.append(f"{ending} wrote {new_files}")
     problems += [f"temporary file {path}" for path in new_files if path.endswith((".part", ".tmp"))]

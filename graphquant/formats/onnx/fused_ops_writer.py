@@ -430,9 +430,18 @@ def _fused_layer_inputs(
 
 def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) -> Op:
     """Return the fused op with the name and output of `op`."""
-    fields: dict[str, Any] = {"kind": "integer", "type": op_type, "domain": MICROSOFT_DOMAIN, "roles": ("input",)}
-    fields |= {"channel_axis": None, "attrs": attrs, "source": None}
-    return replace(op, **fields, rule=dequantize.rule, anchor=dequantize.anchor)
+    return replace(
+        op,
+        kind="integer",
+        type=op_type,
+        domain=MICROSOFT_DOMAIN,
+        roles=("input",),
+        channel_axis=None,
+        attrs=attrs,
+        source=None,
+        rule=dequantize.rule,
+        anchor=dequantize.anchor,
+    )
 
 
 def _share_rounded_inputs(graph: Graph) -> None:
