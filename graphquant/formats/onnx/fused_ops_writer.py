@@ -189,10 +189,10 @@ class _Weight:
         shape = fully_known_shape(graph.output(data).shape)
         if shape is None or self.model.op(data).read_value is None:
             return
-        blocks, sizes = _folded_shapes(shape, params)
-        padded = shape if blocks == shape else (*blocks[:axis], blocks[axis] * blocks[axis + 1], *blocks[axis + 2 :])
         packed = self.constants.get(TABLE_SUFFIX) or self.constants.get(TRANSPOSED_SUFFIX) or []
         shared = packed[0] if len(packed) == 2 else None  # noqa: PLR2004  # integers and scales, without zero points
+        blocks, sizes = _folded_shapes(shape, params, is_packed=shared is not None)
+        padded = shape if blocks == shape else (*blocks[:axis], blocks[axis] * blocks[axis + 1], *blocks[axis + 2 :])
         if blocks != shape:
             data = shared or self.reshape_constant(data, graph.output(data).dtype, blocks, padded)
         values = self.add("Cast", "/cast", [data], blocks, to=DTYPE_CODES[dtype])
@@ -467,14 +467,21 @@ def _share_rounded_inputs(graph: Graph) -> None:
             replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
 
 
-def _folded_shapes(shape: tuple[int, ...], params: QParams) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a weight with an axis for its blocks, and that of scales which broadcast to it."""
+def _folded_shapes(
+    shape: tuple[int, ...], params: QParams, *, is_packed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a weight with an axis for its blocks, and that of scales which broadcast to it.
+
+    A single partial block of several values is not padded, unless the weight `is_packed` for a product too.
+    """
     if (axis := params.axis) is None:
         return shape, (1,) * len(shape)
     if params.block is None:
         return shape, tuple(size if i == axis else 1 for i, size in enumerate(shape))
-    count = -(-shape[axis] // params.block)
-    return ((*shape[:axis], count, params.block, *shape[axis + 1 :]), (*shape[:axis], count, 1, *shape[axis + 1 :]))
+    count, block = -(-shape[axis] // params.block), params.block
+    if count == 1 and not is_packed and shape[axis] > 1:
+        block = shape[axis]
+    return ((*shape[:axis], count, block, *shape[axis + 1 :]), (*shape[:axis], count, 1, *shape[axis + 1 :]))
 
 
 def _matrix_layout(weight: PackedWeight) -> MatrixLayout:

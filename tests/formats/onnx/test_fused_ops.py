@@ -132,7 +132,8 @@ def test_products(
         assert counts["MatMulNBits"] == 1
         assert counts["DequantizeLinear"] == 0
     elif form == "folded" and supports_fused_form(FOLDED_8 if "8" in dtype else FOLDED_4):
-        assert (counts["Mul"], counts["Slice"], counts["DequantizeLinear"]) == (1, bool(columns % block), 0)
+        is_padded = columns % block > 0 and not 1 < columns < block
+        assert (counts["Mul"], counts["Slice"], counts["DequantizeLinear"]) == (1, is_padded, 0)
     feeds = {"x": rng.standard_normal((3, columns)).astype(np.float32)}
     expected = ReferenceEvaluator(onnx_format.emit(standard.model)).run(None, feeds)[0]
     scale = np.abs(expected).max() + 1

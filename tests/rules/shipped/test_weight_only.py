@@ -178,7 +178,7 @@ def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
     assert gq.insert(path, plan=again).save(tmp_path / "two.onnx").read_bytes() == saved.read_bytes()
     file = StringIO()
     Console(file=file, width=120).print(summary_view(summarize_model(gq.load(saved))))
-    assert re.search(r"w1/quant/int8:0 +int8\[80\] axis 0 by 128 ", file.getvalue())
+    assert re.search(r"w1/quant/int8:0 +int8\[80\] axis 0 by 96 ", file.getvalue())
 
 
 def test_other_formats_say_why_not() -> None:
