@@ -39,7 +39,15 @@ from graphquant.ir import (
     reduction_axis,
 )
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES, FOLDED_FORM, FamilyArguments, FusedForm, QDQFamily, count_product_weights
+from graphquant.qdq import (
+    FAMILIES,
+    FOLDED_FORM,
+    FamilyArguments,
+    FamilyRequest,
+    FusedForm,
+    QDQFamily,
+    count_product_weights,
+)
 from graphquant.qdq.onnx_fused import is_matrix_transpose
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
@@ -282,6 +290,14 @@ PACKED_WARNING = (
     "weights of 4 bits are packed for one row or token at a time. With 2 to 64 rows, products take up to three times"
     " float's time, and less than float's with weight_only_int8"
 )
+
+
+def _equal_block(sizes: tuple[int, ...], request: FamilyRequest) -> int | None:
+    """Return the size of blocks that are as many as those requested, and nearly equal."""
+    if request.block is None or request.axis is None:
+        return request.block
+    size = max(sizes[request.axis], 1)
+    return -(-size // -(-size // request.block))
 
 
 SAME_AS_INPUT = "same-as-input"
@@ -600,7 +616,11 @@ class _PlanBuilder:
         graphs, elements = (self._sized_model.graphs, self._product_elements) if is_available else ({}, 0)
         for form in family.fused_forms(graphs[match.use.graph], match.use, request, elements) if graphs else ():
             if self.options.supports_fused_form(form):
-                return change_scheme(scheme, args=form.args)
+                is_folded = scheme.args.form is None and form.args.form == FOLDED_FORM
+                # Equal blocks need no zeros that fill the last one. A weight with another reader may be packed too.
+                is_whole = is_folded and len(model.graphs[match.tensor.graph].consumers(match.tensor)) == 1
+                block = _equal_block(sizes, request) if is_whole else scheme.block_size
+                return change_scheme(scheme, args=form.args, block_size=block)
         return change_scheme(original, family=None, args=FamilyArguments())
 
     @cached_property

@@ -771,9 +771,12 @@ def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op
 
 
 @pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
-@pytest.mark.parametrize("columns", [128, 100])
-def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int) -> None:
-    """A block of 32 takes 16 bytes, a scale and half a byte, and comes back as the pair that it was."""
+@pytest.mark.parametrize(("columns", "block"), [(128, 32), (100, 25), (97, 25)])
+def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int, block: int) -> None:
+    """A block of 32 takes 16 bytes, a scale and half a byte, and comes back as the pair that it was.
+
+    Blocks of another number of columns are equal, so that the last one needs few zeros.
+    """
     weights = {"w": np.random.default_rng(0).normal(size=(columns, 256)).astype(np.float32)}
     message = parse("y = MatMul(x, w)", f"float[n, {columns}] x", "float[n, 256] y", weights)
     onnx.save(message, tmp_path / "m.onnx")
@@ -782,7 +785,7 @@ def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int)
     zero_points = {i.data_type for i in quantized.graph.initializer if np.prod(i.dims) == 4 * 256}
     assert zero_points == {onnx.TensorProto.FLOAT, onnx.TensorProto.UINT4}  # of the scales and the zero points
     pair = next(op for op in onnx_format.load(tmp_path / "q.onnx").main.ops() if op.kind == "dequantize")
-    assert pair.attrs == {"axis": 0, "block_size": 32}
+    assert pair.attrs == {"axis": 0, "block_size": block}
     feeds = {"x": np.random.default_rng(1).normal(size=(8, columns)).astype(np.float32)}
     stripped = onnx_format.emit(gq.strip(tmp_path / "q.onnx").model)
     np.testing.assert_allclose(run(quantized, feeds)[0], run(stripped, feeds)[0], atol=1e-5)

@@ -143,10 +143,10 @@ def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
     }
     assert shapes == {
         "table": (1, 32, (100, 3)),
-        "w1": (0, 128, (1, 80)),
-        "w2": (1, 128, (7, 1)),
+        "w1": (0, 96, (1, 80)),
+        "w2": (1, 80, (7, 1)),
         "filter": (0, None, (40,)),
-        "w3": (0, 128, (1, 7)),
+        "w3": (0, 40, (1, 7)),
     }
 
 
