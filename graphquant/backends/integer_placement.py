@@ -353,7 +353,7 @@ class PlacementSearch:
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
         key = tuple(sorted(indices))
-        if key in self._rejected:
+        if not key or key in self._rejected:
             return False
         before, to_int8 = self.time, not any(self.is_int8[index] for index in indices)
         for index in indices:
@@ -361,7 +361,7 @@ class PlacementSearch:
         tolerance = 1e-9 * max(abs(before), 1.0)
         if self.time < before - tolerance or (to_int8 and self.time <= before + tolerance):
             self._rejected.clear()
-            return bool(indices)
+            return True
         for index in reversed(indices):
             self._toggle(index)
         self.time = before

@@ -106,7 +106,10 @@ class Graph:
 
     @cached_property
     def nx(self) -> nx.MultiDiGraph[str]:
-        """The ops and edges for the algorithms of networkx, whose import takes as long as a plan of a small model."""
+        """The ops and edges for the algorithms of networkx, whose import takes as long as a plan of a small model.
+
+        The data of a node is its op and no dictionary, so that networkx cannot copy the graph.
+        """
         import networkx as nx
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()

@@ -187,7 +187,7 @@ class OutputMeter:
         self.feeds = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
         self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
         self._scores: dict[str, list[Array]] = {}
-        self.feeds_by_error = self.feeds  # once a model was measured, its largest errors alternate with typical ones
+        self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
 
     def worst_sqnr(self, quantized: Model) -> float:
         """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
@@ -209,7 +209,7 @@ class OutputMeter:
         if self.feeds_by_error is self.feeds and sqnr:
             worst = errors[min(sqnr, key=lambda name: sqnr[name])]
             order = sorted(range(len(worst)), key=lambda number: -worst[number])
-            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and a typical one
+            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
             self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
         for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
             if name not in self._scores:
@@ -628,6 +628,9 @@ class _Repair:
             measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
             max_error = 10 ** (-self._aim / 10)
             parts = bisect_errors(measure, by_block, limit, max_error)
+            # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
+            if all(error <= max_error for error in share_errors(parts).values()):
+                parts = bisect_errors(measure, by_block, limit)
             errors = share_errors(parts)
             # A whole block in float is an expensive answer to the error of one of its tensors.
             notable = NOTABLE_ERROR_SHARE * sum(errors.values())
@@ -636,12 +639,10 @@ class _Repair:
             split = (_split_block(model, plan, block) if key in worst else (block,) for key, block in keyed)
             self._blocks = tuple(chain.from_iterable(split))
             groups = _group_by_block(model, plan, self._blocks)
-            # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
             culprits = {key for number, group in enumerate(groups) if errors[number] > max_error for key in group.ops}
             others = [number for number, group in enumerate(groups) if not group.ops <= culprits]
-            if not culprits:
-                errors = share_errors(bisect_errors(measure, by_block, limit))
-            elif (remaining := limit - 2 * len(parts)) > limit // 4:  # each split took two measurements
+            remaining = limit - 2 * len(parts)  # each split took two measurements
+            if culprits and remaining > limit // 4:
                 errors |= share_errors(bisect_errors(measure, [others], remaining))
             self._groups = [
                 replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))

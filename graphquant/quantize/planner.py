@@ -271,16 +271,6 @@ def make_plan(
     )
 
 
-def _find_weight_warnings(model: Model, sites: Sequence[Site]) -> tuple[str, ...]:
-    """Return warnings on the error of 4-bit weights, and on packed ones that are slow for several rows."""
-    narrow = [site for site in sites if site.parameter and site.scheme.type.bits <= NARROW_BITS]
-    packed = [site for site in narrow if (site.scheme.args.form, site.scheme.args.accuracy_level) == ("packed", 0)]
-    inputs = [model.graphs[use.graph].slots(use.op)[0] for site in packed for use in site.uses]
-    has_unknown_rows = any(tensor and None in (model.output(tensor).shape or (None,))[:-1] for tensor in inputs)
-    warnings = {NARROW_WARNING: bool(narrow), PACKED_WARNING: has_unknown_rows and 2 * len(packed) > len(narrow)}
-    return tuple(message for message, applies in warnings.items() if applies)
-
-
 NARROW_BITS = 4
 NARROW_WARNING = (
     "with weights of 4 bits or less, outputs usually have 10 to 25 dB. Samples in --data measure them, and the weights"
@@ -292,13 +282,34 @@ PACKED_WARNING = (
 )
 
 
+def _find_weight_warnings(model: Model, sites: Sequence[Site]) -> tuple[str, ...]:
+    """Return warnings on the error of 4-bit weights, and on packed ones that are slow for several rows."""
+    narrow = [site for site in sites if site.parameter and site.scheme.type.bits <= NARROW_BITS]
+    packed = [site for site in narrow if (site.scheme.args.form, site.scheme.args.accuracy_level) == ("packed", 0)]
+    inputs = [model.graphs[use.graph].slots(use.op)[0] for site in packed for use in site.uses]
+    shapes = [model.output(tensor).shape for tensor in inputs if tensor is not None]
+    has_unknown_rows = any(shape is None or None in shape[:-1] for shape in shapes)
+    warnings = {NARROW_WARNING: bool(narrow), PACKED_WARNING: has_unknown_rows and 2 * len(packed) > len(narrow)}
+    return tuple(message for message, applies in warnings.items() if applies)
+
+
+def _is_read_once(model: Model, weight: TensorRef) -> bool:
+    """Return True if a weight, and the table of which it is the transpose, have one reader each."""
+    graph, op = model.graphs[weight.graph], model.op(weight)
+    table = graph.slots(op.name)[0] if is_matrix_transpose(op) else None
+    tensors = [tensor for tensor in (weight, table) if tensor is not None]
+    return all(len(model.graphs[tensor.graph].consumers(tensor)) == 1 for tensor in tensors)
+
+
 def _equal_block(sizes: tuple[int, ...], request: FamilyRequest) -> int | None:
     """Return the size of blocks that are as many as those requested, and nearly equal."""
     if request.block is None or request.axis is None:
         return request.block
     size = max(sizes[request.axis], 1)
-    return -(-size // -(-size // request.block))
+    return max(-(-size // -(-size // request.block)), MIN_BLOCK_SIZE)
 
+
+MIN_BLOCK_SIZE = 2  # of a scheme
 
 SAME_AS_INPUT = "same-as-input"
 PASSTHROUGH = "passthrough"
@@ -613,15 +624,18 @@ class _PlanBuilder:
         is_available = family.format == model.format and all(
             target.startswith("onnxruntime") for target in self.matcher.ruleset.targets
         )
-        graphs, elements = (self._sized_model.graphs, self._product_elements) if is_available else ({}, 0)
-        for form in family.fused_forms(graphs[match.use.graph], match.use, request, elements) if graphs else ():
+        standard = change_scheme(original, family=None, args=FamilyArguments())
+        if not is_available:
+            return standard
+        graph = self._sized_model.graphs[match.use.graph]
+        for form in family.fused_forms(graph, match.use, request, self._product_elements):
             if self.options.supports_fused_form(form):
                 is_folded = scheme.args.form is None and form.args.form == FOLDED_FORM
                 # Equal blocks need no zeros that fill the last one. A weight with another reader may be packed too.
-                is_whole = is_folded and len(model.graphs[match.tensor.graph].consumers(match.tensor)) == 1
+                is_whole = is_folded and _is_read_once(model, match.tensor)
                 block = _equal_block(sizes, request) if is_whole else scheme.block_size
                 return change_scheme(scheme, args=form.args, block_size=block)
-        return change_scheme(original, family=None, args=FamilyArguments())
+        return standard
 
     @cached_property
     def _product_elements(self) -> int:

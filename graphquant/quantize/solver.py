@@ -228,14 +228,13 @@ def _widen_channels_of_zeros(state: SolverState, index: int, observed: Range) ->
     Their scale does not change the weight, but it is the step of their biases: with a scale of 1, as a range of 0 has
     it, a bias of a pruned channel is rounded to a multiple of the input's scale.
     """
-    widths = observed.high - observed.low
-    if (zeros := widths == 0).any() and not zeros.all():
-        state.add_note(index, f"{int(zeros.sum())} channels of zeros have the range of the widest one")
-        widest = widths.argmax()
-        return Range(
-            np.where(zeros, observed.low[widest], observed.low), np.where(zeros, observed.high[widest], observed.high)
-        )
-    return observed
+    zeros = (observed.low == 0) & (observed.high == 0)
+    if not zeros.any() or zeros.all():
+        return observed
+    state.add_note(index, f"{int(zeros.sum())} channels of zeros have the range of the widest one")
+    widest = (np.maximum(observed.high, 0.0) - np.minimum(observed.low, 0.0)).argmax()
+    low, high = (np.where(zeros, ends[widest], ends) for ends in (observed.low, observed.high))
+    return Range(low, high)
 
 
 def _limit_range(state: SolverState, index: int, observed: Range) -> Range:

@@ -335,6 +335,9 @@ def test_a_channel_of_zeros_has_the_range_of_the_widest(tmp_path, zero):
     assert (scales[0], zeros[0]) == (scales[1], zeros[1])
     width, steps = (1.77, 255) if zero == "asymmetric" else (2.54, 254)
     assert scales[1] == pytest.approx(width / steps)
+    equal = np.array([[1.0, 1.0, 1.0], [0.1, -0.1, 0.0]], np.float32)
+    scales, _ = plain_params(solve_scales(gemm(tmp_path, equal), make_plan(site), {}).params[0])
+    assert scales == pytest.approx([1 / (255 if zero == "asymmetric" else 127), 0.2 / (255 - (zero == "symmetric"))])
     empty = solve_scales(gemm(tmp_path, np.zeros_like(weight)), make_plan(site), {}).params[0]
     assert plain_params(empty)[0] == [1.0, 1.0]
 

@@ -78,7 +78,8 @@ def dtype_kind(dtype: np.dtype[Any]) -> str:
 def match_input_keys(label: str, available_keys: Sequence[str], request: DataRequest) -> list[str]:
     """Return the key of each input: the requested key, its name, or an alias that is not the name of another input."""
     names, input_keys = request.input_names, request.source.input_keys
-    keys = [model_input.key for model_input in request.inputs]
+    # A key that is the name of another input stands for that input.
+    keys = [model_input.name if model_input.key in names else model_input.key for model_input in request.inputs]
     keys = keys if len({*keys}) == len(keys) else names
     for name in input_keys:
         if name not in names and name not in keys:
@@ -88,7 +89,8 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
             )
     matched_keys: list[str] = []
     for model_input, input_key in zip(request.inputs, keys, strict=True):
-        requested_key = input_keys.get(input_key, input_keys.get(model_input.name))
+        by_name = None if model_input.name in keys else input_keys.get(model_input.name)  # a key of another input
+        requested_key = input_keys.get(input_key, by_name)
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)

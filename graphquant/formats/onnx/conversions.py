@@ -125,9 +125,9 @@ def _convert(message: Any, opset: int) -> Any:
     checker.check_model(complete)  # attributes of a wrong type crash the converter
     converted = version_converter.convert_version(message, opset)
     # With inferred types, ONNX Runtime joins an Add and a LayerNormalization, which takes longer than both.
-    typed = {info.name for graph in nested_graphs(message.graph) for info in graph.value_info}
-    for graph in nested_graphs(converted.graph):
-        retain_entries(graph.value_info, lambda info: info.name in typed)
+    for graph, source in zip(nested_graphs(converted.graph), nested_graphs(message.graph), strict=True):
+        del graph.value_info[:]
+        graph.value_info.extend(source.value_info)
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(message, field))

@@ -26,7 +26,7 @@ from graphquant.formats.tensorflow.session import (
     translate_tf_errors,
 )
 from graphquant.formats.tensorflow.source import FrozenSignature, TensorFlowSource
-from graphquant.formats.tensorflow.values import set_constant
+from graphquant.formats.tensorflow.values import decode_tensor, set_constant
 from graphquant.ir import (
     FLOAT_TYPES,
     STORED_KINDS,
@@ -34,6 +34,7 @@ from graphquant.ir import (
     Parameters,
     TensorRef,
     connected_groups,
+    follow_to_end,
     fully_known_shape,
     reachable,
 )
@@ -69,7 +70,7 @@ def freeze_graph(model: Model) -> Model:
             graph_def, signatures = emit(model), source.signatures
         else:
             graph_def, signatures = _freeze_signatures(tensorflow, model)
-        _use_defaults(graph_def, signatures)
+        _use_defaults(model, graph_def, signatures)
         _write_inferred_shapes(tensorflow, graph_def)
 
     def build(graph_def: Any) -> Model:
@@ -86,16 +87,19 @@ def freeze_graph(model: Model) -> Model:
     return frozen_model
 
 
-def _use_defaults(graph_def: Any, signatures: Sequence[FrozenSignature]) -> None:
+def _use_defaults(model: Model, graph_def: Any, signatures: Sequence[FrozenSignature]) -> None:
     """Let readers of placeholders with a default read the default: those that no signature has, or truth values.
 
     A model of TensorFlow 1 asks such a placeholder whether it is being trained.
     """
-    inputs = {name for signature in signatures for name in signature.inputs.values()}
-    for node in graph_def.node:
-        if node.op != "PlaceholderWithDefault" or node.name in inputs:
-            continue
-        if inputs or proto.dtype_name(node.attr["dtype"].type) == "bool":
+    optional = [node for node in graph_def.node if node.op == "PlaceholderWithDefault"]
+    meta = model.source.meta_graph(emit(model)) if optional else None
+    definitions = meta.signature_def.values() if meta is not None else ()
+    named = {info.name.partition(":")[0] for definition in definitions for info in definition.inputs.values()}
+    named |= {name for signature in signatures for name in signature.inputs.values()}
+    for node in optional:
+        is_flag = proto.dtype_name(node.attr["dtype"].type) == "bool" and not node.attr["shape"].shape.dim
+        if node.name not in named and (signatures or is_flag):
             node.op = "Identity"
             node.attr["T"].type = node.attr["dtype"].type
             for name in ("dtype", "shape"):
@@ -105,31 +109,28 @@ def _use_defaults(graph_def: Any, signatures: Sequence[FrozenSignature]) -> None
 def _without_dead_branches(model: Model, graph_def: Any) -> Any:
     """Return the graph without the dead branches of known conditions, None if there are none.
 
-    A condition in a branch of another one is known when that one is resolved. Conditions in loops are left.
+    A condition in a loop, or in a branch of another one, has the value that is passed on into it.
     """
     parameters, main = Parameters(model), model.main
     switches = [op.name for op in main.ops() if op.kind == "switch"]
-    conditions = [tensor for tensor in (main.slots(name)[1] for name in switches) if tensor is not None]
-    known = _unconditional(model, {tensor.op for tensor in conditions if parameters.is_parameter(tensor)})
+
+    def passed_on(tensor: TensorRef) -> TensorRef | None:
+        """Return the tensor whose value an op passes on, also into a branch or loop."""
+        return main.slots(tensor.op)[0] if main.op(tensor.op).type in {"Identity", "Switch", "Enter"} else None
+
+    conditions = [follow_to_end(tensor, passed_on) if (tensor := main.slots(name)[1]) else None for name in switches]
+    known = _unconditional(model, {tensor.op for tensor in conditions if tensor and parameters.is_parameter(tensor)})
     if not known:
         return None
-    tensorflow = import_tensorflow()
-    from tensorflow.python.grappler import tf_optimizer
-
-    v1 = tensorflow.compat.v1
-    config = v1.ConfigProto()
-    config.graph_options.rewrite_options.optimizers.append("loop")  # it also removes dead branches
-    config.graph_options.rewrite_options.min_graph_nodes = -1
-    with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
-        constant = with_constants(graph_def, sorted(known), {})
-        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(constant)), name="")
-        message = v1.train.export_meta_graph(graph=graph)
-        fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
-        fetched = fetched or [slot.op for name in main.outputs for slot in main.slots(name) if slot is not None]
-        message.collection_def["train_op"].node_list.value.extend(fetched)
-        optimized = tf_optimizer.OptimizeGraph(config, message)
-    changed = proto.GraphDef.FromString(optimized.SerializeToString())
-    if sum(node.op == "Switch" for node in changed.node) == len(switches):
+    changed = with_constants(graph_def, sorted(known), {})
+    nodes = {node.name: node for node in changed.node}
+    chosen = {}
+    for name, condition in zip(switches, conditions, strict=True):
+        if condition is not None and condition.op in known and name in nodes:
+            chosen[name] = int(decode_tensor(nodes[condition.op].attr["value"].tensor, condition.op).item())
+    fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
+    fetched = fetched or [slot.op for name in main.outputs for slot in main.slots(name) if slot is not None]
+    if not chosen or not _resolve(changed, chosen, fetched):
         return None
     inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
     waiting = {node.name for node in changed.node if node.op not in {"Const", "Identity", "NoOp"}}
@@ -145,8 +146,65 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
     conditional = {op.name for op in main.ops() if op.kind in {"switch", "merge"}}
     bypassed = {name: identities[name] for group in groups if conditional & {*group} for name in group}
     for node in changed.node:
-        node.input[:] = [_rename_input(text, bypassed, {}) for text in node.input]
+        # A control input on the Identity of one output of a Switch would become one on the Switch, which always runs.
+        node.input[:] = [text if text[:1] == "^" else _rename_input(text, bypassed, {}) for text in node.input]
     return _pruned(changed, fetched)
+
+
+def _resolve(graph_def: Any, chosen: Mapping[str, int], fetched: Collection[str]) -> bool:
+    """Replace the Switches in `chosen`, and Merges of a single value, by Identities. Nodes that never run are left.
+
+    `chosen` has the output of each Switch that has values. Returns False, without a change, if a node of `fetched`
+    never runs, or the number of the value that a Merge takes is read.
+    """
+    live = _live_inputs(graph_def, chosen)
+    merges = [
+        node for node in graph_def.node if node.op == "Merge" and len(live.get(node.name, node.input)) < len(node.input)
+    ]
+    read = {text for name in live for text in live[name]}
+    if not live.keys() >= {*fetched} or any(f"{node.name}:1" in read for node in merges):
+        return False
+    for node in merges:
+        node.input[:] = live[node.name]
+        node.attr["N"].i = count = sum(text[:1] != "^" for text in node.input)
+        if count == 1:
+            node.op = "Identity"
+            node.attr.pop("N")
+    for node in graph_def.node:
+        if node.name in chosen:
+            node.op = "Identity"
+            del node.input[1]
+        node.attr.pop("_class", None)  # it may name a node that is removed
+        node.input[:] = [text.partition(":")[0] if text.partition(":")[0] in chosen else text for text in node.input]
+    return True
+
+
+def _live_inputs(graph_def: Any, chosen: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return the inputs with values of each node that runs. `chosen` has the output of each Switch that has values.
+
+    A loop runs only if values enter it: its Merges do not run because of their own next iteration.
+    """
+    live: dict[str, list[str]] = {}
+
+    def has_values(text: str) -> bool:
+        name, _, port = text.removeprefix("^").partition(":")
+        return name in live and (text[:1] == "^" or chosen.get(name, int(port or 0)) == int(port or 0))
+
+    readers: dict[str, list[Any]] = {}
+    for node in graph_def.node:
+        for name in map(proto.input_node, node.input):
+            readers.setdefault(name, []).append(node)
+    pending = list(graph_def.node)
+    while pending:
+        node = pending.pop()
+        if node.name not in live:
+            missing = [text for text in node.input if not has_values(text)]
+            data = [text for text in node.input if text[:1] != "^"]
+            may_miss = data if node.op == "Merge" and not {*data} <= {*missing} else []
+            if {*missing} <= {*may_miss}:
+                live[node.name] = []
+                pending += readers.get(node.name, ())
+    return {node.name: [*filter(has_values, node.input)] for node in graph_def.node if node.name in live}
 
 
 def _unconditional(model: Model, names: Collection[str]) -> set[str]:

@@ -129,6 +129,17 @@ def test_arrays_are_requested_by_the_key_of_the_signature(open_arrays, tmp_path:
         assert_feed(next(iter(batches)), serving_default_x=X[:1])
 
 
+def test_keys_that_are_names_of_other_inputs(open_arrays, tmp_path: Path) -> None:
+    """Such a key stands for the input of that name, and no array feeds two inputs."""
+    takers = input_spec("a", aliases=("a:0", "b")), input_spec("b", aliases=("b:0", "c"))
+    with pytest.raises(DataError, match="inputs"):
+        open_arrays({"p": X, "q": X + 1}, *takers)
+    batches = open_data(f"{tmp_path / 'data.npz'},inputs.a=p,inputs.b=q", takers)
+    assert_feed(next(iter(batches)), a=X[:1], b=X[:1] + 1)
+    with pytest.raises(DataError, match="inputs"):
+        open_data(f"{tmp_path / 'data.npz'},inputs.b=p", takers)
+
+
 def test_alias_equal_to_another_input(open_arrays) -> None:
     """An array never feeds two inputs."""
     with pytest.raises(DataError, match=r"'a'\. .* 'b'"):

@@ -813,3 +813,16 @@ def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> Non
     assert op_counts(quantized)[op_type] == 1
     feeds = {"i": np.arange(512)}
     assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
+
+
+@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+@pytest.mark.parametrize("rules", ["weight_only_int8", "weight_only_int4"])
+@pytest.mark.parametrize("columns", [1, 40, 200])
+def test_tables_of_any_width_are_stored_once(tmp_path: Path, rules: str, columns: int) -> None:
+    """A table that a product reads transposed takes a byte for each value, whatever its number of columns."""
+    weights = {"t": np.random.default_rng(0).normal(size=(600, columns)).astype(np.float32)}
+    body = "r = Gather(t, i) k = Transpose<perm = [1, 0]>(t) y = MatMul(r, k)"
+    onnx.save(parse(body, "int64[n] i", "float[n, 600] y", weights), tmp_path / "m.onnx")
+    quantized = gq.insert(tmp_path / "m.onnx", rules=[rules], validate=False)
+    stored = onnx.load(quantized.save(tmp_path / "q.onnx")).graph.initializer
+    assert sum(i.data_type in {onnx.TensorProto.INT8, onnx.TensorProto.UINT8} and len(i.dims) > 1 for i in stored) == 1

@@ -320,3 +320,70 @@ def test_conditions_on_training_are_resolved_when_a_model_is_frozen(tmp_path: Pa
         conversion = gq.convert_to_tflite(result, None)
         assert conversion.agrees
         assert conversion.float_ops == ()
+
+
+def while_loop(value: Any) -> Any:
+    """Return a value after three rounds of a loop."""
+    import tensorflow as tf
+
+    return tf.compat.v1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, v * 1.5 + 1), [0, value])[1]
+
+
+CONDITIONS: dict[str, Any] = {
+    "a loop in the dead branch": lambda cond, training, x: cond(training, lambda: while_loop(x), lambda: x * 2),
+    "a loop in the branch that runs": lambda cond, training, x: cond(training, lambda: x, lambda: while_loop(x)),
+    "in an unknown condition": lambda cond, training, x: cond(
+        x[0, 0] > 0, lambda: cond(training, lambda: x * 2, lambda: x + 1), lambda: x - 1
+    ),
+    "around an unknown condition": lambda cond, training, x: cond(
+        training, lambda: -x, lambda: cond(x[0, 0] > 0, lambda: x * 2, lambda: x + 1)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions_around_other_control_flow(tmp_path: Path, name: str) -> None:
+    """A frozen graph returns the same, has its outputs in the same order, and keeps no branch that never runs."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    v1.disable_control_flow_v2()
+    try:
+        with v1.Graph().as_default() as graph:
+            x = v1.placeholder(tf.float32, [None, 4], name="x")
+            mask = v1.placeholder_with_default(np.ones((1, 4), bool), [None, 4], name="mask")
+            training = v1.placeholder_with_default(False, [], name="is_training")
+            tf.add(CONDITIONS[name](v1.cond, training, x), 1.0, name="b")
+            tf.where(tf.broadcast_to(mask, tf.shape(x)), x, -x, name="a")
+    finally:
+        v1.enable_control_flow_v2()
+    (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    model = gq.load(tmp_path / "net.pb")
+    frozen = gq.freeze(model)
+    assert frozen.main.outputs == model.main.outputs
+    assert {op.name for op in frozen.main.ops() if op.kind == "input"} == {"x", "mask"}
+    for sign in (1, -1):
+        values = np.random.default_rng(0).uniform(0.5, 1, (3, 4)).astype(np.float32)
+        feeds = {"x": sign * values, "mask": values > 0.7}
+        expected = create_runner(model).run({**feeds, "is_training": np.array(False)})
+        actual = create_runner(frozen).run(feeds)
+        for key, value in expected.items():
+            np.testing.assert_allclose(actual[key], value, rtol=1e-6)
+    switches = sum(op.type == "Switch" for op in frozen.main.ops())
+    assert switches < sum(op.type == "Switch" for op in model.main.ops())
+
+
+@pytest.mark.slow
+def test_a_default_that_a_signature_names_stays(tmp_path: Path) -> None:
+    """Other programs may feed it in the frozen graph."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    with v1.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, [None, 4], name="x")
+        factor, offset = (v1.placeholder_with_default(np.float32(3), [], name=name) for name in ("factor", "offset"))
+        weight = v1.get_variable("w", initializer=np.eye(4, dtype=np.float32))
+        y = tf.identity(tf.matmul(x, weight) * factor + offset, name="y")
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x, "factor": factor}, {"y": y})
+    frozen = gq.freeze(gq.load(tmp_path / "net"))
+    assert {op.name for op in frozen.main.ops() if op.type.startswith("Placeholder")} == {"x", "factor"}
