@@ -232,7 +232,7 @@ def test_flattened_ragged_inputs_take_rows_of_any_length(saved_models: Path, tex
     assert stats == [SAMPLES, SAMPLES]
     same = gq.insert(model, data={"rows": ragged})
     assert [repr(pair.params) for pair in same.inserted] == [repr(pair.params) for pair in result.inserted]
-    with pytest.raises(DataError, match="'serving_default_rows'"):
+    with pytest.raises(DataError, match="'rows'"):
         gq.insert(model, data={"values": texts})
 
 
