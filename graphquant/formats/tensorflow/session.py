@@ -387,11 +387,8 @@ class TensorWatch:
         """Return the values of all tensors, or of some of them, in one run."""
         requested = self.tensors if tensors is None else tensors
         counted = self.direct_fetches.keys() - set(self.tensors)  # they are run so that nothing is fused
-        fetches = {
-            tensor: fetch
-            for tensor, fetch in self.direct_fetches.items()
-            if tensors is None or tensor in counted or tensor in set(tensors)
-        }
+        run = counted.union(requested)
+        fetches = {tensor: fetch for tensor, fetch in self.direct_fetches.items() if tensor in run}
         values = self.sequence.run([*fetches.values(), *self.target_ops], feed_dict)
         observed = {tensor: [value] for tensor, value in zip(fetches, values, strict=False)}
         queued = self.session.drain_queues(list(self.queued_tensors.values()))
