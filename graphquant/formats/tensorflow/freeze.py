@@ -114,9 +114,16 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
     parameters, main = Parameters(model), model.main
     switches = [op.name for op in main.ops() if op.kind == "switch"]
 
+    def copied(tensor: TensorRef) -> TensorRef | None:
+        return main.slots(tensor.op)[0] if main.op(tensor.op).type in {"Identity", "Switch", "NextIteration"} else None
+
     def passed_on(tensor: TensorRef) -> TensorRef | None:
-        """Return the tensor whose value an op passes on, also into a branch or loop."""
-        return main.slots(tensor.op)[0] if main.op(tensor.op).type in {"Identity", "Switch", "Enter"} else None
+        """Return the tensor whose value an op passes on, also into a branch or loop, or unchanged to each iteration."""
+        first, *others = main.slots(tensor.op) or [None]
+        is_invariant = main.op(tensor.op).kind == "merge" and all(
+            other is not None and follow_to_end(other, copied).op == tensor.op for other in others
+        )
+        return first if is_invariant or main.op(tensor.op).type == "Enter" else copied(tensor)
 
     conditions = [follow_to_end(tensor, passed_on) if (tensor := main.slots(name)[1]) else None for name in switches]
     known = _unconditional(model, {tensor.op for tensor in conditions if tensor and parameters.is_parameter(tensor)})

@@ -322,11 +322,11 @@ def test_conditions_on_training_are_resolved_when_a_model_is_frozen(tmp_path: Pa
         assert conversion.float_ops == ()
 
 
-def while_loop(value: Any) -> Any:
+def while_loop(value: Any, step: Any = lambda v: v * 1.5 + 1) -> Any:
     """Return a value after three rounds of a loop."""
     import tensorflow as tf
 
-    return tf.compat.v1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, v * 1.5 + 1), [0, value])[1]
+    return tf.compat.v1.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, step(v)), [0, value])[1]
 
 
 CONDITIONS: dict[str, Any] = {
@@ -335,6 +335,7 @@ CONDITIONS: dict[str, Any] = {
     "in an unknown condition": lambda cond, training, x: cond(
         x[0, 0] > 0, lambda: cond(training, lambda: x * 2, lambda: x + 1), lambda: x - 1
     ),
+    "in a loop": lambda cond, training, x: while_loop(x, lambda v: cond(training, lambda: -v, lambda: v * 2)),
     "around an unknown condition": lambda cond, training, x: cond(
         training, lambda: -x, lambda: cond(x[0, 0] > 0, lambda: x * 2, lambda: x + 1)
     ),
@@ -371,6 +372,27 @@ def test_conditions_around_other_control_flow(tmp_path: Path, name: str) -> None
             np.testing.assert_allclose(actual[key], value, rtol=1e-6)
     switches = sum(op.type == "Switch" for op in frozen.main.ops())
     assert switches < sum(op.type == "Switch" for op in model.main.ops())
+
+
+@pytest.mark.slow
+def test_a_condition_that_a_loop_passes_on_is_resolved(tmp_path: Path) -> None:
+    """A loop of TensorFlow 2 has what its body reads as a variable that no iteration changes."""
+    tf = pytest.importorskip("tensorflow")
+    v1 = tf.compat.v1
+    v1.enable_control_flow_v2()
+    with v1.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None, 4], name="x")
+        training = v1.placeholder_with_default(False, [], name="is_training")
+        step = lambda v: v1.cond(training, lambda: v * 9, lambda: tf.tanh(v))  # noqa: E731  # as short as its use
+        tf.identity(while_loop(x, step), name="y")
+    (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    frozen = gq.freeze(gq.load(tmp_path / "net.pb"))
+    types = [op.type for op in frozen.main.ops()]
+    assert "Tanh" in types
+    assert "Mul" not in types
+    values = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    (actual,) = create_runner(frozen).run({"x": values}).values()
+    np.testing.assert_allclose(actual, np.tanh(np.tanh(np.tanh(values))), rtol=1e-5)
 
 
 @pytest.mark.slow
