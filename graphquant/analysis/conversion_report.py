@@ -406,7 +406,9 @@ def _planned_numbers(params: QParams) -> tuple[Array, Array]:
     """Return scales and zero points, each (C,). The converter widens a smaller symmetric range to CONVERTER_RANGE."""
     scale, zero_point = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
     low, high = params.type.limits(narrow=params.narrow)
-    return (scale if zero_point.any() else np.maximum(scale, np.float32(CONVERTER_RANGE / (high - low)))), zero_point
+    if not zero_point.any():
+        scale = np.maximum(scale, np.float32(CONVERTER_RANGE / (high - low)))
+    return scale, zero_point
 
 
 def _describe_difference(planned: tuple[Array, Array], runtime: RuntimeTensor, axis: int | None) -> str:
@@ -435,7 +437,7 @@ def _find_float_ops(graph: Graph) -> Iterator[FloatOp]:
         reasons = list(_missing_ranges(graph, op))
         if reasons:
             reason = reasons[0] or "TFLite has no integer kernel here"
-            yield FloatOp(op=op.name.partition(";")[0], type=op.type, reason=reason)
+            yield FloatOp(op=_short_op_name(op), type=op.type, reason=reason)
 
 
 def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:
@@ -447,7 +449,7 @@ def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:
             continue
         source = graph.op(tensor.op)
         lacks_range = source.kind != "dequantize" and op.role(slot) != "bias"
-        reason = f"its {op.role(slot)} {source.name.partition(';')[0]} has no range" if lacks_range else ""
+        reason = f"its {op.role(slot)} {_short_op_name(source)} has no range" if lacks_range else ""
         (constant_reasons if source.kind == "constant" else reasons).append(reason)
     for port, output in enumerate(op.outputs):
         if output.dtype == "float32":

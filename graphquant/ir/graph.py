@@ -386,7 +386,7 @@ class Graph:
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Return `edge_key` of an edge between existing ops."""
         source_graph, target, key = self.edge_key(use, tensor)
-        if use.slot < 0 or tensor.op not in source_graph._ops or target not in source_graph._ops:  # noqa: SLF001
+        if use.slot < 0 or tensor.op not in source_graph or target not in source_graph:
             raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 

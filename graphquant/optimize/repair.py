@@ -102,8 +102,17 @@ MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is as
 
 ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges of blocks, so that float blocks can follow
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
-BISECTION_LIMITS = 48, 2  # maximum measurements that find tensors with large errors, and minimum samples of each
-SEARCH_LIMITS = 24, MIN_LIMITED_SAMPLES  # the same for sets of float blocks
+
+
+class MeasurementLimits(NamedTuple):
+    """Limits of the measurements with switched groups."""
+
+    measurements: int  # maximum number
+    samples: int  # minimum number of samples of each
+
+
+BISECTION_LIMITS = MeasurementLimits(measurements=48, samples=2)  # for tensors with large errors
+SEARCH_LIMITS = MeasurementLimits(measurements=24, samples=MIN_LIMITED_SAMPLES)  # for sets of float blocks
 MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
 NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
@@ -202,9 +211,9 @@ class OutputMeter:
                 for name, quantized_name in names.items():
                     value = expected.get(name)
                     if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
-                        errors[name][number] = -sums[name].error
+                        before = sums[name].error
                         sums[name].add(value, outputs[quantized_name])
-                        errors[name][number] += sums[name].error
+                        errors[name][number] = sums[name].error - before
         sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
         if self.feeds_by_error is self.feeds and sqnr:
             worst = errors[min(sqnr, key=lambda name: sqnr[name])]
@@ -387,7 +396,8 @@ class _Repair:
         """Return the plan of a recipe; with `quick`, without the algorithms that run after calibration."""
         workspace = self._workspace(recipe)
         plan = workspace.state.plan
-        replacements, names = dict[int, "Site | None"](), dict(recipe.candidates)
+        replacements: dict[int, Site | None] = {}
+        names = dict(recipe.candidates)
         if recipe.candidates:
             candidate_plans = make_candidate_plans(workspace.state.model, plan)
             replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
@@ -651,7 +661,7 @@ class _Repair:
         return self._groups
 
     def _measure_switched(
-        self, recipe: Recipe, groups: Sequence[ScaleGroup], limits: tuple[int, int]
+        self, recipe: Recipe, groups: Sequence[ScaleGroup], limits: MeasurementLimits
     ) -> tuple[Callable[[Collection[int]], float], int]:
         """Return a function that measures the error with only the given groups quantized, and a limit of its calls.
 
@@ -670,11 +680,11 @@ class _Repair:
         )
         self._charge(costs.plan(samples.count))
         switches = switch_groups(model, plan, built, sites, samples)
-        limit, min_samples = min(limits[0] // (1 + switches.size[2]), 2 * len(groups)), limits[1]
+        limit = min(limits.measurements // (1 + switches.size[2]), 2 * len(groups))
         work = SENSITIVITY_SHARE * self._request.budget.remaining
         share = work / (limit * costs.switched(*switches.size))
         if share < 1:
-            samples = replace(samples, count=min(max(int(share * switches.size[0]), min_samples), samples.count))
+            samples = replace(samples, count=min(max(int(share * switches.size[0]), limits.samples), samples.count))
             switches = switch_groups(model, plan, built, sites, samples)
             limit = max(min(limit, int(work / costs.switched(*switches.size))), 1)
 
@@ -820,7 +830,8 @@ def _split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
     ops_by_site = {
         index: group.ops for group in make_scale_groups(model, plan, block.sites, {}) for index in group.sites
     }
-    split, remaining = list[Block](), list(block.sites)
+    split: list[Block] = []
+    remaining = list(block.sites)
     for op in sorted(block.ops):
         # Tensors that no weighted op touches go with the first op.
         own = [index for index in remaining if op in ops_by_site[index] or not ops_by_site[index] & block.ops]

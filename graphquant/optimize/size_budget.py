@@ -211,10 +211,10 @@ def _weight_bytes(prepared: Model, plan: Plan, index: int, pair: InsertedPair | 
     bits, scale_count = _element_bits(pair.params.type.container), int(pair.params.scale.size)
     zero_point_bits, scheme = bits, pair.site.scheme
     if FAMILIES[scheme.family or ""].variant_of:  # its forms have whole blocks, and no zero points that are fixed
-        axis_size = (output.shape or ())[pair.params.axis] if pair.params.axis is not None else None
-        is_partial = scheme.args.form == FOLDED_FORM and axis_size is not None and axis_size < (pair.params.block or 0)
-        if not is_partial:  # a single partial block is stored as it is
-            count = scale_count * (pair.params.block or count // scale_count)
-        is_float = scheme.args.form == FOLDED_FORM and scheme.block_size is None
+        is_folded, block = scheme.args.form == FOLDED_FORM, pair.params.block
+        if block is not None and is_folded and output.shape is not None:
+            block = min(block, output.shape[pair.params.axis or 0])  # a single partial block is stored as it is
+        count = scale_count * (block or count // scale_count)
+        is_float = is_folded and scheme.block_size is None
         zero_point_bits = 0 if scheme.grid.symmetric else float_bits if is_float else bits
     return -(-count * bits // 8) - (-scale_count * zero_point_bits // 8) + scale_count * float_bits // 8

@@ -6,6 +6,7 @@ a reason. Sites are repeated in function clones, the saved functions that comput
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -271,6 +272,7 @@ def make_plan(
     )
 
 
+MIN_BLOCK_SIZE = 2  # of a scheme
 NARROW_BITS = 4
 NARROW_WARNING = (
     "with weights of 4 bits or less, outputs usually have 10 to 25 dB. Samples in --data measure them, and the weights"
@@ -306,10 +308,9 @@ def _equal_block(sizes: tuple[int, ...], request: FamilyRequest) -> int | None:
     if request.block is None or request.axis is None:
         return request.block
     size = max(sizes[request.axis], 1)
-    return max(-(-size // -(-size // request.block)), MIN_BLOCK_SIZE)
+    count = math.ceil(size / request.block)
+    return max(math.ceil(size / count), MIN_BLOCK_SIZE)
 
-
-MIN_BLOCK_SIZE = 2  # of a scheme
 
 SAME_AS_INPUT = "same-as-input"
 PASSTHROUGH = "passthrough"

@@ -156,7 +156,7 @@ def skip_uneven_concats(state: SolverState) -> None:
             for use, input_index in input_indices.items()
         ]
         # Results of weighted ops keep a scale of their own.
-        float_sites = [i for i in input_sites if not _needs_quantized_output(state, state.sites[i].tensor)]
+        float_sites = [site for site in input_sites if not _needs_quantized_output(state, state.sites[site].tensor)]
         for skipped in (index, *float_sites):
             state.skip_site(skipped, SkipCode.RANGE, reason)
             state.ranges.pop(skipped, None)

@@ -89,8 +89,7 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
             )
     matched_keys: list[str] = []
     for model_input, input_key in zip(request.inputs, keys, strict=True):
-        by_name = None if model_input.name in keys else input_keys.get(model_input.name)  # a key of another input
-        requested_key = input_keys.get(input_key, by_name)
+        requested_key = input_keys.get(input_key, input_keys.get(model_input.name))
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)

@@ -190,8 +190,8 @@ class _MessageEmitter:
         ]
         identity_copies = self._output_renames[graph.name].identity_copies
         # Replacing the list copies every node, so unchanged lists stay.
-        is_new = identity_copies or any(op.source is None for op in ops)
-        if not is_new and [op.name for op in ops] == source.node_names:
+        has_new_nodes = bool(identity_copies) or any(op.source is None for op in ops)
+        if not has_new_nodes and [op.name for op in ops] == source.node_names:
             return
         copied_nodes = dict(zip(source.node_names, target.node, strict=True))
         del target.node[:]

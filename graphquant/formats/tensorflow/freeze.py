@@ -107,12 +107,29 @@ def _use_defaults(model: Model, graph_def: Any, signatures: Sequence[FrozenSigna
 
 
 def _without_dead_branches(model: Model, graph_def: Any) -> Any:
-    """Return the graph without the dead branches of known conditions, None if there are none.
+    """Return the graph without the dead branches of known conditions, None if there are none."""
+    main, conditions = model.main, _known_conditions(model)
+    changed = with_constants(graph_def, sorted({*conditions.values()}), {}) if conditions else graph_def
+    nodes = {node.name: node for node in changed.node}
+    chosen = {
+        switch: int(decode_tensor(nodes[name].attr["value"].tensor, name).item())
+        for switch, name in conditions.items()
+        if switch in nodes
+    }
+    fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
+    fetched = fetched or [slot.op for name in main.outputs for slot in main.slots(name) if slot is not None]
+    if not chosen or not _resolve(changed, chosen, fetched):
+        return None
+    _bypass_identities(changed, {op.name for op in main.ops() if op.kind in {"switch", "merge"}}, fetched)
+    return _pruned(changed, fetched)
+
+
+def _known_conditions(model: Model) -> dict[str, str]:
+    """Return for each Switch with a known condition the op that computes it.
 
     A condition in a loop, or in a branch of another one, has the value that is passed on into it.
     """
     parameters, main = Parameters(model), model.main
-    switches = [op.name for op in main.ops() if op.kind == "switch"]
 
     def copied(tensor: TensorRef) -> TensorRef | None:
         return main.slots(tensor.op)[0] if main.op(tensor.op).type in {"Identity", "Switch", "NextIteration"} else None
@@ -125,37 +142,35 @@ def _without_dead_branches(model: Model, graph_def: Any) -> Any:
         )
         return first if is_invariant or main.op(tensor.op).type == "Enter" else copied(tensor)
 
-    conditions = [follow_to_end(tensor, passed_on) if (tensor := main.slots(name)[1]) else None for name in switches]
-    known = _unconditional(model, {tensor.op for tensor in conditions if tensor and parameters.is_parameter(tensor)})
-    if not known:
-        return None
-    changed = with_constants(graph_def, sorted(known), {})
-    nodes = {node.name: node for node in changed.node}
-    chosen = {}
-    for name, condition in zip(switches, conditions, strict=True):
-        if condition is not None and condition.op in known and name in nodes:
-            chosen[name] = int(decode_tensor(nodes[condition.op].attr["value"].tensor, condition.op).item())
-    fetched = [name.partition(":")[0] for entry in model.source.signatures for name in entry.outputs.values()]
-    fetched = fetched or [slot.op for name in main.outputs for slot in main.slots(name) if slot is not None]
-    if not chosen or not _resolve(changed, chosen, fetched):
-        return None
-    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in changed.node}
-    waiting = {node.name for node in changed.node if node.op not in {"Const", "Identity", "NoOp"}}
+    conditions: dict[str, str] = {}
+    for op in main.ops():
+        condition = main.slots(op.name)[1] if op.kind == "switch" else None
+        source = None if condition is None else follow_to_end(condition, passed_on)
+        if source is not None and parameters.is_parameter(source):
+            conditions[op.name] = source.op
+    unconditional = _unconditional(model, {*conditions.values()})
+    return {switch: name for switch, name in conditions.items() if name in unconditional}
+
+
+def _bypass_identities(graph_def: Any, conditional: set[str], fetched: Collection[str]) -> None:
+    """Let readers of resolved Switches and Merges, and of Identities beside them, read the tensor that these pass on.
+
+    The Identities would separate a layer from its BatchNorm and activation.
+    """
+    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in graph_def.node}
+    waiting = {node.name for node in graph_def.node if node.op not in {"Const", "Identity", "NoOp"}}
     constants = {name for name in inputs if waiting.isdisjoint(reachable([name], inputs.__getitem__))}
     identities: dict[str, str] = {}
-    for node in changed.node:
+    for node in graph_def.node:
         node.input[:] = [text for text in node.input if text[:1] != "^" or text[1:] not in constants]
         if node.op == "Identity" and len(node.input) == 1 and node.name not in fetched:
             identities[node.name] = node.input[0]
-    # The Identities of a resolved condition would separate a layer from its BatchNorm and activation.
     edges = [(name, source) for name, source in identities.items() if source in identities]
     groups = connected_groups(identities, edges)
-    conditional = {op.name for op in main.ops() if op.kind in {"switch", "merge"}}
     bypassed = {name: identities[name] for group in groups if conditional & {*group} for name in group}
-    for node in changed.node:
+    for node in graph_def.node:
         # A control input on the Identity of one output of a Switch would become one on the Switch, which always runs.
         node.input[:] = [text if text[:1] == "^" else _rename_input(text, bypassed, {}) for text in node.input]
-    return _pruned(changed, fetched)
 
 
 def _resolve(graph_def: Any, chosen: Mapping[str, int], fetched: Collection[str]) -> bool:
@@ -205,10 +220,10 @@ def _live_inputs(graph_def: Any, chosen: Mapping[str, int]) -> dict[str, list[st
     while pending:
         node = pending.pop()
         if node.name not in live:
-            missing = [text for text in node.input if not has_values(text)]
             data = [text for text in node.input if text[:1] != "^"]
-            may_miss = data if node.op == "Merge" and not {*data} <= {*missing} else []
-            if {*missing} <= {*may_miss}:
+            controls = node.input[len(data) :]
+            needed = any if node.op == "Merge" else all
+            if all(map(has_values, controls)) and needed(map(has_values, data)):
                 live[node.name] = []
                 pending += readers.get(node.name, ())
     return {node.name: [*filter(has_values, node.input)] for node in graph_def.node if node.name in live}

@@ -758,7 +758,10 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
     assert stripped == {"Gather": 1} | ({"Gemm": 1} if product == "Gemm" else {"Transpose": 1, "MatMul": 1})
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+needs_folded_4 = pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+
+
+@needs_folded_4
 @pytest.mark.parametrize(("sizes", "op_type"), [("n", "MatMulNBits"), ("n, 1", "MatMulNBits"), ("n, 2", "MatMul")])
 def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op_type: str) -> None:
     """A product that always has two rows or more is as fast as in float only if its weight is folded."""
@@ -770,7 +773,7 @@ def test_int4_products_of_several_rows_are_folded(tmp_path: Path, sizes: str, op
     assert op_counts(message)[op_type] == 1
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+@needs_folded_4
 @pytest.mark.parametrize(("columns", "block"), [(128, 32), (100, 25), (97, 25)])
 def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int, block: int) -> None:
     """A block of 32 takes 16 bytes, a scale and half a byte, and comes back as the pair that it was.
@@ -792,7 +795,7 @@ def test_zero_points_of_folded_blocks_are_integers(tmp_path: Path, columns: int,
     assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+@needs_folded_4
 @pytest.mark.parametrize(("width", "op_type"), [(32, "Gather"), (1536, "GatherBlockQuantized")])
 def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> None:
     """ONNX Runtime computes the rows of a table when it loads the model, unless a large product takes longer anyway."""
@@ -815,7 +818,7 @@ def test_int4_tables_are_folded(tmp_path: Path, width: int, op_type: str) -> Non
     assert sqnr(run(message, feeds)[0], run(quantized, feeds)[0]) > 18
 
 
-@pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+@needs_folded_4
 @pytest.mark.parametrize("rules", ["weight_only_int8", "weight_only_int4"])
 @pytest.mark.parametrize("columns", [1, 40, 200])
 def test_tables_of_any_width_are_stored_once(tmp_path: Path, rules: str, columns: int) -> None:

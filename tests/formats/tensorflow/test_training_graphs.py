@@ -383,7 +383,10 @@ def test_a_condition_that_a_loop_passes_on_is_resolved(tmp_path: Path) -> None:
     with v1.Graph().as_default() as graph:
         x = v1.placeholder(tf.float32, [None, 4], name="x")
         training = v1.placeholder_with_default(False, [], name="is_training")
-        step = lambda v: v1.cond(training, lambda: v * 9, lambda: tf.tanh(v))  # noqa: E731  # as short as its use
+
+        def step(value: Any) -> Any:
+            return v1.cond(training, lambda: value * 9, lambda: tf.tanh(value))
+
         tf.identity(while_loop(x, step), name="y")
     (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
     frozen = gq.freeze(gq.load(tmp_path / "net.pb"))
