@@ -93,7 +93,8 @@ def ranges_of_model(model: Model) -> Model:
 def _unique_names(model: Model, ranges: Mapping[tuple[str, str], QParams]) -> Iterator[str]:
     """Yield a name for each range, by graph and tensor: `GRAPH/NAME` if not all tensors of that name have this range.
 
-    Branches and functions may have tensors of one name, each with its own range or none.
+    Branches and functions may have tensors of one name, each with its own range or none. Raises a UsageError if another
+    tensor is called `GRAPH/NAME`.
     """
     counts = Counter(output.name for _, op in model.reachable_ops() for output in op.outputs)
     numbers: dict[str, list[tuple[str, bytes, bytes]]] = defaultdict(list)
@@ -101,7 +102,12 @@ def _unique_names(model: Model, ranges: Mapping[tuple[str, str], QParams]) -> It
         numbers[name].append((params.type.name, params.scale.tobytes(), params.zero_point.tobytes()))
     for graph, name in ranges:
         is_unique = len({*numbers[name]}) == 1 and len(numbers[name]) >= counts[name]
-        yield name if is_unique or not graph else f"{graph}/{name}"
+        qualified = name if is_unique or not graph else f"{graph}/{name}"
+        if qualified != name and qualified in numbers:
+            raise UsageError(
+                f"Two tensors would be called {qualified!r} in the ranges. Rename one of them in the model."
+            )
+        yield qualified
 
 
 def read_range_file(path: Path) -> Model:

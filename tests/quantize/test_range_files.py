@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,21 @@ def test_equal_names_in_branches(branching: Path) -> None:
     scales = activation_scales(first)
     assert scales["z/else_branch/r:0"] > 10 * scales["z/then_branch/r:0"]
     assert activation_scales(again) == scales
+
+
+def test_name_like_one_of_a_branch(branching: Path) -> None:
+    """Two tensors with one name in the file are an error, because the file has a single range for a name."""
+    model = onnx.load(branching)
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["z/then_branch/r" if name == "b" else name for name in names]
+    for branch in (attribute.g for node in model.graph.node for attribute in node.attribute if node.op_type == "If"):
+        branch.node[0].input[0] = "z/then_branch/r"
+    onnx.save(model, branching)
+    data = f"{branching.parent / 'both.npz'}"
+    result = gq.insert(branching, data=data, rules="onnxruntime", min_sqnr="none")
+    with pytest.raises(UsageError, match=re.escape("'z/then_branch/r'")):
+        result.export_ranges(branching.parent / "ranges.encodings")
 
 
 def test_branch_without_given_ranges(branching: Path) -> None:

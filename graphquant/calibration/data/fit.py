@@ -89,7 +89,12 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
             )
     matched_keys: list[str] = []
     for model_input, input_key in zip(request.inputs, keys, strict=True):
-        requested_key = input_keys.get(input_key, input_keys.get(model_input.name))
+        requested = {input_keys[name] for name in (input_key, model_input.name) if name in input_keys}
+        if len(requested) > 1:
+            raise DataError(
+                f"inputs.{input_key} and inputs.{model_input.name} stand for the same input. Remove one of them."
+            )
+        requested_key = next(iter(requested), None)
         accepted_names = [model_input.name, *(alias for alias in model_input.aliases if alias not in names)]
         candidates = [requested_key] if requested_key else accepted_names
         key = next((candidate for candidate in candidates if candidate in available_keys), None)

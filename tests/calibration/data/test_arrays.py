@@ -127,6 +127,8 @@ def test_arrays_are_requested_by_the_key_of_the_signature(open_arrays, tmp_path:
     for name in ("image", "serving_default_x"):
         batches = open_data(f"{tmp_path / 'data.npz'},inputs.{name}=pixels", (taker,))
         assert_feed(next(iter(batches)), serving_default_x=X[:1])
+    with pytest.raises(DataError, match=r"inputs\.image and inputs\.serving_default_x"):
+        open_data(f"{tmp_path / 'data.npz'},inputs.image=pixels,inputs.serving_default_x=x", (taker,))
 
 
 def test_keys_that_are_names_of_other_inputs(open_arrays, tmp_path: Path) -> None:
