@@ -203,7 +203,8 @@ def measure_accuracy(job: Job, tool: str, figures: Figures) -> None:
     """Compare the outputs of a result with those of the float model on unseen samples."""
     out = job.output(tool)
     if out.suffix == ".tflite":
-        expected, actual = float_outputs(job), tflite_outputs(job, out)
+        names, actual = tflite_outputs(job, out)
+        expected = float_outputs(job, names)
         if any(not np.isfinite(value).all() for sample in actual for value in sample):
             figures.sqnr = -1e9
             return
@@ -225,29 +226,29 @@ def agreement(expected: list[list[np.ndarray]], actual: list[list[np.ndarray]]) 
     return min(rates, default=None)
 
 
-def float_outputs(job: Job) -> list[list[np.ndarray]]:
-    """Run the float TensorFlow model on the unseen samples; outputs in the order of their names."""
+def float_outputs(job: Job, names: list[str]) -> list[list[np.ndarray]]:
+    """Run the float TensorFlow model on the unseen samples; outputs in the order of `names`."""
     source = gq.load(job.case.model)
     runner = formats.format_module("tensorflow").create_runner(source)
     batches = open_data(str(job.held_out), runner.inputs)
     outputs = [runner.run(next(batches.feeds_between(index, index + 1))) for index in range(batches.count)]
-    return [[np.asarray(sample[name]) for name in sorted(sample)] for sample in outputs]
+    return [[np.asarray(sample[name]) for name in names] for sample in outputs]
 
 
-def tflite_outputs(job: Job, out: Path) -> list[list[np.ndarray]]:
-    """Run a TFLite file on the unseen samples; outputs in the order of their names in the signature."""
+def tflite_outputs(job: Job, out: Path) -> tuple[list[str], list[list[np.ndarray]]]:
+    """Run the default signature of a TFLite file on the unseen samples; return the names of its outputs, and these."""
     import tensorflow as tf
 
     interpreter = tf.lite.Interpreter(model_path=str(out))
-    (signature,) = interpreter.get_signature_list()
-    run = interpreter.get_signature_runner(signature)
+    signatures = interpreter.get_signature_list()
+    run = interpreter.get_signature_runner("serving_default" if "serving_default" in signatures else min(signatures))
     inputs, outputs = run.get_input_details(), run.get_output_details()
     samples = read_samples(str(job.held_out), {key: len(detail["shape"]) for key, detail in inputs.items()})
     results = []
     for sample in samples:
         result = run(**{key: to_integers(sample[key], inputs[key]) for key in inputs})
         results.append([to_floats(result[key], outputs[key]) for key in sorted(outputs)])
-    return results
+    return sorted(outputs), results
 
 
 def to_integers(value: np.ndarray, detail: dict[str, Any]) -> np.ndarray:
