@@ -31,6 +31,7 @@ import onnx.parser
 from calibration_models import photographs
 
 import graphquant as gq
+from graphquant.optimize.search_budget import SearchBudget
 from graphquant.optimize.selection import (
     SelectionResult,
     search_cheapest_plan,
@@ -91,10 +92,11 @@ class Every:
         cheaper = list(product(*(range(len(group.candidates)) for group in groups)))
         cheaper = [selection for selection in cheaper if selection_cost(groups, selection, costs) < self.cost]
         self.tried = len(cheaper)
-        for selection in sorted(cheaper, key=lambda entry: selection_cost(groups, entry, costs)):
-            if measure(selection).met:
-                self.least = selection_cost(groups, selection, costs)
-                break
+        with mock.patch.object(SearchBudget, "charge"):  # no limit of work here
+            for selection in sorted(cheaper, key=lambda entry: selection_cost(groups, entry, costs)):
+                if measure(selection).met:
+                    self.least = selection_cost(groups, selection, costs)
+                    break
         return result
 
 
