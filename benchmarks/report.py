@@ -303,8 +303,8 @@ def read_report(job: Job, tool: str, figures: Figures) -> None:
     """Read what `insert` reported, and count the multiply-adds on integers of an ONNX result."""
     out = job.output(tool)
     report = json.loads(out.with_suffix(".json").read_text("utf-8"))
-    is_slow = bool(report.get("latency")) and report["latency"]["ratio"] > MAX_TIME_RATIO
-    figures.warned = is_slow or out.suffix not in {".onnx", ".tflite"}
+    latency = (report.get("latency") or {}).get("ratio") or (report.get("conversion") or {}).get("time_ratio") or 0
+    figures.warned = latency > MAX_TIME_RATIO or out.suffix not in {".onnx", ".tflite"}
     search = report.get("search")
     if search:
         figures.repair = f"{search['status']}, {len(search.get('float_tensors', ()))} tensors in float"

@@ -71,6 +71,7 @@ class ConversionReport(HtmlRepresentation):
     float_ops: tuple[FloatOp, ...]  # the ops that stayed float
     op_count: int  # the number of ops that compute something
     validation: Validation | None = None  # errors of the file on the hold-out, None if they were not measured
+    time_ratio: float | None = None  # time of a run relative to the float model's file, None if it was not measured
     warnings: tuple[str, ...] = ()  # outputs with at least twice the error of the plan's pairs, BatchNorms to fold
     failures: tuple[str, ...] = ()  # bounds that the file misses, and reasons why it is not usable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from graphquant.api.models import check_output
 from graphquant.api.result import Result
 from graphquant.errors import ModelError, UsageError
 from graphquant.ir import WEIGHTED_KINDS
+from graphquant.optimize.latency import MAX_TIMED_BYTES, time_in_turn
+from graphquant.optimize.size_budget import model_constant_bytes
 from graphquant.quantize import prepare
 from graphquant.quantize.fold_batchnorm import FOLD_BATCHNORM_STEP
 from graphquant.utils.atomic_files import lock_output, write_file
@@ -131,7 +134,7 @@ def convert_to_tflite(
         advice = f'the converter folds {targets} into weights; a rule file with prepare = ["{FOLD_BATCHNORM_STEP}"]'
         report = replace(report, warnings=(f"{advice} before the other rules plans the scales of the folded weights",))
     data = join_tflite_files(files)
-    report = _with_validation(report, result, data)
+    report = _with_time(_with_validation(report, result, data), result, data)
     if path is not None:
         with lock_output(Path(path)):
             check_output(Path(path), result.source.path, force=force)  # another process may have written it since
@@ -189,6 +192,21 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
         ),
         failures=validation.failures if planned.bounds or result.strict or is_ruined else (),
     )
+
+
+def _with_time(report: ConversionReport, result: Result, data: bytes) -> ConversionReport:
+    """Return the report with the time of a run of the TFLite file `data`, relative to the float model's file."""
+    if report.validation is None or model_constant_bytes(result.source) > MAX_TIMED_BYTES:
+        return report
+    from graphquant.formats.tensorflow.tflite_converter import (
+        convert_signatures,
+        join_tflite_files,
+        prepare_interpreter,
+    )
+
+    float_data = join_tflite_files(convert_signatures(result.source))
+    ratio = time_in_turn(partial(prepare_interpreter, data), partial(prepare_interpreter, float_data))
+    return replace(report, time_ratio=ratio.median)
 
 
 def _is_weight(model: Model, site: Site) -> bool:

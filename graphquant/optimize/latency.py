@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -381,15 +382,23 @@ class LatencyTimer:
         """Return the time of `run` relative to `baseline`."""
         return measure_time_ratio(run, baseline, seconds=TIMING_SECONDS)
 
-    def median_ratio(
-        self, model: Model, baseline: Model, pairs: int, seconds: float = TIMING_SECONDS, min_rounds: int = MIN_ROUNDS
-    ) -> TimeRatio:
-        """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
-        ratios = [
-            measure_time_ratio(self.make_run(model), self.make_run(baseline), seconds=seconds, min_rounds=min_rounds)
-            for _ in range(pairs)
-        ]
-        return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
+    def median_ratio(self, model: Model, baseline: Model, pairs: int) -> TimeRatio:
+        """Return the median ratio of several pairs of new sessions."""
+        return _median_ratio(partial(self.make_run, model), partial(self.make_run, baseline), pairs, TIMING_SECONDS)
+
+
+def _median_ratio(
+    start: Callable[[], TimedRun],
+    start_baseline: Callable[[], TimedRun],
+    pairs: int,
+    seconds: float,
+    min_rounds: int = MIN_ROUNDS,
+) -> TimeRatio:
+    """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
+    ratios = [
+        measure_time_ratio(start(), start_baseline(), seconds=seconds, min_rounds=min_rounds) for _ in range(pairs)
+    ]
+    return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
 
 
 REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
@@ -398,12 +407,17 @@ MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the f
 
 
 def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) -> TimeRatio:
-    """Return the time of a quantized model relative to a float one, from runs in turn within about a second.
+    """Return the time of a quantized model relative to a float one, as `time_in_turn` measures it.
 
     Raises a ModelError if a model cannot be run, and a DataError if a sample does not fit the model.
     """
     timer = LatencyTimer.for_data(float_model, batches, as_tflite=False)
-    ratio = timer.median_ratio(quantized, float_model, 1, REPORT_SECONDS, 1)
+    return time_in_turn(partial(timer.make_run, quantized), partial(timer.make_run, float_model))
+
+
+def time_in_turn(start: Callable[[], TimedRun], start_baseline: Callable[[], TimedRun]) -> TimeRatio:
+    """Return the ratio of two run times, from runs in turn within about a second. The functions open new sessions."""
+    ratio = _median_ratio(start, start_baseline, 1, REPORT_SECONDS, 1)
     if UNCLEAR_RATIOS[0] <= ratio.median < UNCLEAR_RATIOS[1]:
-        ratio = timer.median_ratio(quantized, float_model, REPORT_PAIRS, REPORT_SECONDS, REPORT_ROUNDS)
+        ratio = _median_ratio(start, start_baseline, REPORT_PAIRS, REPORT_SECONDS, REPORT_ROUNDS)
     return ratio

@@ -282,6 +282,7 @@ class ConversionJson(JsonObject):
     op_count: int
     float_ops: tuple[FloatOp, ...]
     validation: ValidationJson | None
+    time_ratio: float | None
     warnings: tuple[str, ...]
     failures: tuple[str, ...]
 

@@ -328,6 +328,11 @@ def conversion_view(
     lines: list[RenderableType] = [plain_line(message, style="bold")]
     if conversion.validation is not None:
         lines += [plain_line("The file in TFLite's interpreter:"), *validation_view(conversion.validation)]
+    if (ratio := conversion.time_ratio) is not None:
+        lines.append(plain_line(f"Time: {ratio:.2f} of the float model's file, in TFLite on this machine."))
+        if ratio > MAX_TIME_RATIO:
+            message = "warning: the file is slower than that of the float model. See docs/howto/slower.md."
+            lines.append(plain_line(message, style="yellow"))
     lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
     if not tables:
         return Group(*lines[:1], *float_lines[:FLOAT_OPS_SHOWN], *lines[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from graphquant.analysis.conversion_report import find_wrong_kernel
 from graphquant.api.convert import convert_to_tflite, freeze, require_convertible
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tflite import parse_tflite
+from graphquant.optimize.latency import TimeRatio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,6 +223,7 @@ def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any],
     assert re.search(r"\b24 of 24 .*\b0 of 15 ops", text)
     conversion = json.loads(report_path.read_text())["conversion"]
     assert (conversion["agrees"], len(conversion["tensors"]), conversion["float_ops"]) == (True, 24, [])
+    assert f"Time: {conversion['time_ratio']:.2f}" in text
     text = cli(
         "insert", samples / "digits_cnn.pb", "--ranges", output_path, "-o", tmp_path / "x.pb", "--report", report_path
     ).stdout
@@ -232,6 +235,21 @@ def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any],
         if site["tensor"]["op"] in {"stem/relu", "residual/relu", "branches/concat", "logits/bias_add"}:
             numbers = runtime[site["tensor"]["op"]]
             assert ([site["scale"]], [site["zero_point"]]) == (numbers["scale"], numbers["zero_point"])
+
+
+def test_time_beside_the_file_of_the_float_model(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that takes over 1.05 of the float file's time has a warning. Without data, nothing is measured."""
+    pytest.importorskip("tensorflow")
+    model, data = gq.freeze(gq.load(samples / "digits_cnn.pb")), str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(model, rules=["tflite"], data=data)
+    for median, lines in ((1.04, 0), (1.06, 1)):
+        ratio = TimeRatio(median=median, low=1.0, high=1.1, first_seconds=1.0, second_seconds=1.0)
+        monkeypatch.setattr("graphquant.api.convert.time_in_turn", lambda *_, ratio=ratio: ratio)
+        conversion = gq.convert_to_tflite(result, None)
+        assert conversion.time_ratio == median
+        assert conversion._repr_html_().count("howto/slower") == lines
+    monkeypatch.setattr("graphquant.api.convert.time_in_turn", None)
+    assert gq.convert_to_tflite(replace(result, validation=None), None).time_ratio is None
 
 
 def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
