@@ -65,7 +65,13 @@ from graphquant.optimize.candidates import (
 )
 from graphquant.optimize.channel_scaling import CROSS_LAYER_EQUALIZATION, SMOOTHQUANT
 from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, StopReason
-from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
+from graphquant.optimize.selection import (
+    PlanQuality,
+    Selection,
+    choose_selection,
+    high_precision_ops,
+    search_cheapest_plan,
+)
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 from graphquant.rules import choose_algorithms
@@ -92,6 +98,7 @@ MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target 
 MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their rounding is optimized; it keeps a part of it
 AIM_MARGIN_DB = 1.0  # dB above the target to aim at, because other samples have other errors
 MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
+MAX_UNMEASURED_PLANS = 3  # maximum number of plans by estimated errors alone if no other meets the target
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
@@ -240,6 +247,7 @@ class RepairRequest(NamedTuple):
     # SQNR in dB of the worst output with the default plan, on the hold-out; None if a bound is searched for afterwards.
     # Then only algorithms are tried, and the search samples measure them.
     default_sqnr: float | None
+    holdout: Dataset | None  # samples of `validate`
     calibration: Dataset | None  # calibration samples; None if all ranges come from statistics or are fixed
     search_samples: Dataset  # samples on which plans are measured
     has_stats: bool  # True if statistics are given, which describe only the prepared model
@@ -275,6 +283,7 @@ class _Repair:
         many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
         self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
+        self._search_meter = self._meter
         self._steps: list[RepairStep] = []
         self._blocks: tuple[Block, ...] = ()
         self._groups: list[ScaleGroup] = []
@@ -304,7 +313,9 @@ class _Repair:
         requested = self._request.default_sqnr is None
         if requested:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
-        elif stop_reason:
+        elif stop_reason in {None, "work"}:
+            self._add_float_blocks()
+        else:
             self._judge_on_holdout()
 
         def rank(entry: Recipe) -> tuple[bool, float, bool]:
@@ -358,6 +369,8 @@ class _Repair:
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
+        if gap > MAX_HOLDOUT_GAP_DB:
+            self._measure_on_holdout()
         self._try_ranges()
         steps = [*algorithm_steps, self._widen_weights, self._float_selection]
         steps += [self._float_hopeless_blocks, self._try_rounding]
@@ -372,7 +385,25 @@ class _Repair:
             holdout_sqnr = self._judge_on_holdout()
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
-            self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
+            if self._current_sqnr - holdout_sqnr > MAX_SHIFT_DB and self._meter is self._search_meter:
+                self._measure_on_holdout()
+            else:
+                self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
+
+    def _measure_on_holdout(self) -> None:
+        """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
+        request, groups = self._request, self._groups
+        if request.holdout is None:
+            return
+        self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
+        self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, len(self._meter.feeds))
+        self._measured.clear()
+        self._current_sqnr = self._meter.worst_sqnr(self._build(self._current, quick=False).model)
+        self._aim = request.target_sqnr + AIM_MARGIN_DB
+        on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
+        if on:
+            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit)))
 
     def _judge_on_holdout(self) -> float:
         """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
@@ -381,7 +412,7 @@ class _Repair:
         """
         if self._current not in self._judged:
             built = self._build(self._current, quick=False)
-            self._judged[self._current] = min(self._request.validate(built), self._meter.worst_sqnr(built.model))
+            self._judged[self._current] = min(self._request.validate(built), self._search_meter.worst_sqnr(built.model))
         return self._judged[self._current]
 
     # Plans and their quality
@@ -475,6 +506,11 @@ class _Repair:
         if abs(gains[recipe.algorithms]) > MAX_SHIFT_DB:
             return self._measure(recipe)
         return self._measure(recipe, quick=True) + gains[recipe.algorithms]
+
+    def _estimate_work(self, recipe: Recipe) -> float:
+        """Predict the work of an estimate. The gain of algorithms has to be measured unless it is known and small."""
+        gain = self._algorithm_gains.get(recipe.algorithms, math.inf)
+        return self._plan_work(recipe, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(recipe))
 
     def _try(self, change: str, recipe: Recipe, targets: Sequence[object] = ()) -> bool:
         """Measure a recipe, and make it the current one if it gains enough. Return True if it does."""
@@ -654,10 +690,7 @@ class _Repair:
             remaining = limit - 2 * len(parts)  # each split took two measurements
             if culprits and remaining > limit // 4:
                 errors |= share_errors(bisect_errors(measure, [others], remaining))
-            self._groups = [
-                replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
-                for number, group in enumerate(groups)
-            ]
+            self._groups = _with_errors(groups, errors)
         return self._groups
 
     def _measure_switched(
@@ -773,21 +806,50 @@ class _Repair:
             sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
+        tried = set[Recipe]()
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             recipe = recipe_of(result.selection)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-            work = self._plan_work(base, quick=True)
-            work += 0.0 if base.algorithms in self._algorithm_gains else self._plan_work(base)
-            if result.stop_reason is not None or work > self._request.budget.remaining:
-                self._request.budget.extend(work)
+            if result.stop_reason is not None or self._estimate_work(base) > self._request.budget.remaining:
+                self._request.budget.extend(self._estimate_work(base))
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
-            if missing <= 0 or not math.isfinite(missing):
+            if -MAX_SHIFT_DB < missing <= 0 or not math.isfinite(missing):
                 return
+            # A plan with much less error than needed is followed by a cheaper one, if there is work left for it.
+            next_work = self._estimate_work(base) + self._plan_work(base)
+            is_last = result.stop_reason is not None or next_work > self._request.budget.remaining
+            if missing <= 0 and (recipe in tried or is_last):
+                return
+            tried.add(recipe)
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
             offset -= missing
+
+    def _add_float_blocks(self) -> None:
+        """Add float blocks by their estimated errors until the hold-out meets the target, if no other plan does.
+
+        These plans are not measured before, because no work is left, or because the samples of the search did not show
+        the errors of the hold-out. There are a few of them only, each with less error than the one before.
+        """
+        request, groups = self._request, self._groups
+        for _ in range(MAX_UNMEASURED_PLANS):
+            missing = request.target_sqnr - self._judge_on_holdout()
+            if not groups or max(self._judged.values()) >= request.target_sqnr or not math.isfinite(missing):
+                break
+            on = [group for group in groups if self._current.float_sites.isdisjoint(group.sites)]
+            error = math.fsum(group.candidates[0].error for group in on)
+            max_error = error * 10 ** (-(missing + AIM_MARGIN_DB) / 10)
+            selection = choose_selection(groups, self._block_costs(), max_error)
+            if all(selection):  # nothing would be quantized
+                break
+            recipe = self._with_float_blocks(self._current, high_precision_ops(groups, selection))
+            request.budget.extend(self._plan_work(recipe))
+            self._current = recipe
+            self._steps.append(
+                RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=self._judge_on_holdout(), kept=False)
+            )
 
     def _try_float(self, recipe: Recipe) -> None:
         """Make a recipe with float blocks the current one if it is better."""
@@ -855,6 +917,15 @@ def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[S
         block_keys |= {key_by_op[op] for op in group.ops if op in key_by_op}
         groups.append(ScaleGroup(sites=group.sites, ops=frozenset(block_keys), candidates=candidates))
     return groups
+
+
+def _with_errors(groups: Sequence[ScaleGroup], errors: Mapping[int, float]) -> list[ScaleGroup]:
+    """Return the groups with the errors of quantization, by number of the group."""
+    changed = list(groups)
+    for number, error in errors.items():
+        quantized, high_precision = groups[number].candidates
+        changed[number] = replace(groups[number], candidates=(replace(quantized, error=error), high_precision))
+    return changed
 
 
 def _error_to_db(error: float) -> float:
