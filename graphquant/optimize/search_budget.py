@@ -38,8 +38,7 @@ PLAN_RUNS = {"onnx": 1.25, "tensorflow": 2.5}
 
 SWITCHED_RUNS = 4  # runs of a sample that take as long as one of the model with switches
 PLAN_BYTE_SECONDS, SWITCHED_BYTE_SECONDS = 2e-10, 4e-10  # of such runs for each byte of the weights, to dequantize them
-START_SECONDS = 0.5
-"""Start of Python and of ONNX Runtime. A user waits for it too, and most of a small model's calibration is its start."""
+START_SECONDS = 0.5  # start of the process, which is most of the time of a small model's calibration
 
 MIN_LIMIT_SECONDS = 10.0  # minimum of a time limit that is a multiple of the calibration's time
 TIME_MARGIN = 2.0  # measured time at which a search ends, relative to the limit of its predicted work
