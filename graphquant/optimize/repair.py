@@ -301,20 +301,21 @@ class _Repair:
         """Try the steps until the hold-out meets the target, or a limit is reached."""
         stop_reason: StopReason | None = None
         problem = ""
+        requested = self._request.default_sqnr is None
         try:
-            self._search()
-        except SearchLimitError as error:
-            stop_reason = error.reason
+            try:
+                self._search()
+            except SearchLimitError as error:
+                stop_reason = error.reason
+            if not requested and stop_reason != "time":
+                self._add_float_blocks()
         except (ModelError, UsageError) as error:  # such as a model with switches that the runtime rejects
             stop_reason, problem = "error", str(error)
         except KeyboardInterrupt:
             stop_reason = "interrupt"
-        requested = self._request.default_sqnr is None
         if requested:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
-        elif stop_reason in {None, "work"}:
-            self._add_float_blocks()
-        else:
+        elif stop_reason:
             self._judge_on_holdout()
 
         def rank(entry: Recipe) -> tuple[bool, float, bool]:

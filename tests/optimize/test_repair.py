@@ -397,7 +397,7 @@ def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(repair._Repair, method, interrupt)
-    algorithms = NO_SCALING if method == "_search_float_blocks" else ()
+    algorithms = () if method == "_try_scaling" else NO_SCALING
     result = insert_net(outlier_net, algorithms=algorithms)
     assert result.search is not None
     assert result.search.interrupted
@@ -414,7 +414,7 @@ def test_errors_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.Monkey
         raise ModelError("no kernel")
 
     monkeypatch.setattr("graphquant.optimize.repair.switch_groups", fail)
-    result = insert_net(outlier_net)
+    result = insert_net(outlier_net, algorithms=NO_SCALING)
     assert result.search is not None
     assert result.search.repair is not None
     assert (result.search.repair.stop_reason, result.search.repair.problem) == ("error", "no kernel")
