@@ -510,11 +510,6 @@ class _Repair:
             return self._measure(recipe)
         return self._measure(recipe, quick=True) + gains[recipe.algorithms]
 
-    def _estimate_work(self, recipe: Recipe) -> float:
-        """Predict the work of an estimate. The gain of algorithms has to be measured unless it is known and small."""
-        gain = self._algorithm_gains.get(recipe.algorithms, math.inf)
-        return self._plan_work(recipe, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(recipe))
-
     def _try(self, change: str, recipe: Recipe, targets: Sequence[object] = ()) -> bool:
         """Measure a recipe, and make it the current one if it gains enough. Return True if it does."""
         sqnr = self._estimate(recipe)
@@ -769,23 +764,18 @@ class _Repair:
             sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
-        tried = set[Recipe]()
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             recipe = recipe_of(result.selection)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-            if result.stop_reason is not None or self._estimate_work(base) > self._request.budget.remaining:
-                self._request.budget.extend(self._estimate_work(base))
+            gain = self._algorithm_gains.get(base.algorithms, math.inf)
+            work = self._plan_work(base, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(base))
+            if result.stop_reason is not None or work > self._request.budget.remaining:
+                self._request.budget.extend(work)
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
-            if -MAX_SHIFT_DB < missing <= 0 or not math.isfinite(missing):
+            if missing <= 0 or not math.isfinite(missing):
                 return
-            # A plan with much less error than needed is followed by a cheaper one, if there is work left for it.
-            next_work = self._estimate_work(base) + self._plan_work(base)
-            is_last = result.stop_reason is not None or next_work > self._request.budget.remaining
-            if missing <= 0 and (recipe in tried or is_last):
-                return
-            tried.add(recipe)
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
             offset -= missing
