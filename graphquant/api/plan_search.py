@@ -325,6 +325,7 @@ class PlanSearch:
             built=built,
             target_sqnr=target_sqnr,
             default_sqnr=default_sqnr,
+            holdout=data.dataset if data.validation_set is None else data.validation_set.samples(),
             calibration=data.calibration,
             search_samples=data.dataset if data.calibration is None else data.calibration,
             has_stats=data.stats is not None,

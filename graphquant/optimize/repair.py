@@ -2,7 +2,7 @@
 
 The steps, in the order of their price:
 
-1. Other ranges: candidate observers, for the whole plan and then by block.
+1. Other ranges: candidate observers for the whole plan.
 2. Bias correction.
 3. Cross-layer equalization and SmoothQuant, which may insert products.
 4. AdaRound and GPTQ, which round the weights in another way.
@@ -65,7 +65,13 @@ from graphquant.optimize.candidates import (
 )
 from graphquant.optimize.channel_scaling import CROSS_LAYER_EQUALIZATION, SMOOTHQUANT
 from graphquant.optimize.search_budget import SearchBudget, SearchLimitError, StopReason
-from graphquant.optimize.selection import PlanQuality, Selection, high_precision_ops, search_cheapest_plan
+from graphquant.optimize.selection import (
+    PlanQuality,
+    Selection,
+    choose_selection,
+    high_precision_ops,
+    search_cheapest_plan,
+)
 from graphquant.optimize.sensitivity import bisect_errors, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 from graphquant.rules import choose_algorithms
@@ -91,7 +97,7 @@ ROUNDING_ALGORITHMS = (ADAROUND, GPTQ)
 MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target is still missed
 MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their rounding is optimized; it keeps a part of it
 AIM_MARGIN_DB = 1.0  # dB above the target to aim at, because other samples have other errors
-MAX_HOLDOUT_GAP_DB = 6.0  # maximum by which the aim rises because the hold-out has more error than the search samples
+MAX_HOLDOUT_GAP_DB = 6.0  # more error in dB of the hold-out from which plans are measured on it
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
@@ -100,7 +106,7 @@ MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search s
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
 MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
-ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges of blocks, so that float blocks can follow
+ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges, so that float blocks can follow
 MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
 
 
@@ -113,8 +119,7 @@ class MeasurementLimits(NamedTuple):
 
 BISECTION_LIMITS = MeasurementLimits(measurements=48, samples=2)  # for tensors with large errors
 SEARCH_LIMITS = MeasurementLimits(measurements=24, samples=MIN_LIMITED_SAMPLES)  # for sets of float blocks
-MAX_IMPROVED_BLOCKS = 3  # maximum number of blocks with candidates of their own
-NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block gets candidates of its own
+NOTABLE_ERROR_SHARE = 0.1  # share of the error of all blocks from which a block is split into its ops
 UNMASKED_GAIN_DB = 3.0  # gain by float blocks from which other ranges are tried again, because they may help now
 MAX_BLOCK_ERROR = 1e6  # error of a block that makes outputs NaN or infinite, as a share of the outputs' power
 
@@ -240,6 +245,7 @@ class RepairRequest(NamedTuple):
     # SQNR in dB of the worst output with the default plan, on the hold-out; None if a bound is searched for afterwards.
     # Then only algorithms are tried, and the search samples measure them.
     default_sqnr: float | None
+    holdout: Dataset  # samples of `validate`
     calibration: Dataset | None  # calibration samples; None if all ranges come from statistics or are fixed
     search_samples: Dataset  # samples on which plans are measured
     has_stats: bool  # True if statistics are given, which describe only the prepared model
@@ -271,10 +277,12 @@ class _Repair:
         self._aim = request.target_sqnr + AIM_MARGIN_DB
         self._workspaces: dict[tuple[str, ...], Workspace] = {(): request.workspace}  # by the scaling algorithms
         self._measured: dict[tuple[Recipe, bool], float] = {}
+        self._plans = 0  # number of plans that were measured before those, on the search samples
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
         many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
         self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
+        self._search_meter = self._meter
         self._steps: list[RepairStep] = []
         self._blocks: tuple[Block, ...] = ()
         self._groups: list[ScaleGroup] = []
@@ -293,15 +301,18 @@ class _Repair:
         """Try the steps until the hold-out meets the target, or a limit is reached."""
         stop_reason: StopReason | None = None
         problem = ""
+        requested = self._request.default_sqnr is None
         try:
-            self._search()
-        except SearchLimitError as error:
-            stop_reason = error.reason
+            try:
+                self._search()
+            except SearchLimitError as error:
+                stop_reason = error.reason
+            if not requested and stop_reason != "time":
+                self._add_float_blocks()
         except (ModelError, UsageError) as error:  # such as a model with switches that the runtime rejects
             stop_reason, problem = "error", str(error)
         except KeyboardInterrupt:
             stop_reason = "interrupt"
-        requested = self._request.default_sqnr is None
         if requested:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
         elif stop_reason:
@@ -329,7 +340,7 @@ class _Repair:
             ),
             float_blocks=recipe.float_blocks,
             blocks=len(self._blocks),
-            plans=len(self._measured),
+            plans=self._plans + len(self._measured),
             stop_reason=stop_reason,
             problem=problem,
         )
@@ -357,7 +368,9 @@ class _Repair:
         self._judged[DEFAULT_RECIPE] = min(request.default_sqnr, self._current_sqnr)
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
-        self._aim += min(max(gap, 0.0), MAX_HOLDOUT_GAP_DB) if math.isfinite(gap) else 0.0
+        self._aim += max(gap, 0.0) if math.isfinite(gap) else 0.0
+        if MAX_HOLDOUT_GAP_DB < gap < math.inf:
+            self._measure_on_holdout()
         self._try_ranges()
         steps = [*algorithm_steps, self._widen_weights, self._float_selection]
         steps += [self._float_hopeless_blocks, self._try_rounding]
@@ -372,7 +385,28 @@ class _Repair:
             holdout_sqnr = self._judge_on_holdout()
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
-            self._aim = max(self._current_sqnr + request.target_sqnr - holdout_sqnr, self._aim) + AIM_MARGIN_DB
+            self._aim_higher(self._current_sqnr - holdout_sqnr)
+
+    def _aim_higher(self, gap: float) -> None:
+        """Raise the aim after the hold-out had `gap` dB more error than the search samples, or measure on it."""
+        if MAX_SHIFT_DB < gap < math.inf and self._meter is self._search_meter:
+            self._measure_on_holdout()
+        else:
+            self._aim = max(self._request.target_sqnr + gap, self._aim) + AIM_MARGIN_DB
+
+    def _measure_on_holdout(self) -> None:
+        """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
+        request, groups = self._request, self._groups
+        self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
+        self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, len(self._meter.feeds))
+        self._plans += len(self._measured)
+        self._measured.clear()
+        self._current_sqnr = self._meter.worst_sqnr(self._build(self._current, quick=False).model)
+        self._aim = request.target_sqnr + AIM_MARGIN_DB
+        on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
+        if on:
+            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit)))
 
     def _judge_on_holdout(self) -> float:
         """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
@@ -381,7 +415,7 @@ class _Repair:
         """
         if self._current not in self._judged:
             built = self._build(self._current, quick=False)
-            self._judged[self._current] = min(self._request.validate(built), self._meter.worst_sqnr(built.model))
+            self._judged[self._current] = min(self._request.validate(built), self._search_meter.worst_sqnr(built.model))
         return self._judged[self._current]
 
     # Plans and their quality
@@ -488,7 +522,7 @@ class _Repair:
     # Steps
 
     def _try_ranges(self) -> None:
-        """Try each candidate for all sites at once, and then the better one for each block."""
+        """Try each candidate for all sites at once."""
         workspace, plan_work = self._workspaces[()], self._plan_work(self._current, quick=True)
         if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
@@ -498,26 +532,14 @@ class _Repair:
             self._charge(calibration_work)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
-        candidate_plans = {
-            name: candidate_plan
-            for name, candidate_plan in make_candidate_plans(workspace.state.model, plan).items()
-            if name not in {*HIGH_PRECISION_CANDIDATES, WIDER_WEIGHTS}
-        }
-        changed = {
-            name: [index for index, site in enumerate(plan.sites) if candidate_plan.sites[index] != site]
-            for name, candidate_plan in candidate_plans.items()
-        }
-        baseline = sqnr = self._measure(self._current, quick=True)
         best = self._current
-        for name, indices in changed.items():
-            if not self._is_affordable(plan_work):
-                break
-            recipe = self._with_candidates(dict.fromkeys(indices, name))
-            if self._measure(recipe, quick=True) > sqnr:
-                best, sqnr = recipe, self._measure(recipe, quick=True)
-        if candidate_plans and sqnr < self._aim and self._is_affordable(0.0):
-            best, sqnr = self._improve_worst_blocks(best, changed)
-        if sqnr >= baseline + MIN_GAIN_DB:
+        for name, candidate_plan in make_candidate_plans(workspace.state.model, plan).items():
+            if name in {*HIGH_PRECISION_CANDIDATES, WIDER_WEIGHTS} or not self._is_affordable(plan_work):
+                continue
+            changed = [index for index, site in enumerate(plan.sites) if candidate_plan.sites[index] != site]
+            recipe = self._with_candidates(dict.fromkeys(changed, name))
+            best = max(best, recipe, key=lambda entry: self._measure(entry, quick=True))
+        if self._measure(best, quick=True) >= self._measure(self._current, quick=True) + MIN_GAIN_DB:
             self._try(RANGES, best, [plan.sites[index].tensor for index, _ in best.candidates])
 
     def _with_candidates(self, chosen: Mapping[int, str]) -> Recipe:
@@ -545,34 +567,6 @@ class _Repair:
             least, most = (least, count) if self._estimate(widened(count)) >= self._aim else (count + 1, most)
         if sites:
             self._try(WIDER_WEIGHTS, widened(most), [state.plan.sites[index].tensor for index in sites[:most]])
-
-    def _improve_worst_blocks(self, recipe: Recipe, changed: Mapping[str, Sequence[int]]) -> tuple[Recipe, float]:
-        """Try the other candidates in the blocks of the largest errors, one block after the other.
-
-        `changed` has the sites that each candidate changes. Return the best recipe and its SQNR in dB.
-        """
-        errors: dict[OpKey, float] = defaultdict(float)
-        sites: dict[OpKey, set[int]] = defaultdict(set)
-        for group in self._find_groups():
-            errors[min(group.ops)] += group.candidates[0].error
-            if recipe.float_sites.isdisjoint(group.sites):
-                sites[min(group.ops)] |= set(group.sites)
-        keys = sorted((key for key in sites if errors[key]), key=lambda key: (-errors[key], key))[:MAX_IMPROVED_BLOCKS]
-        total = sum(errors[key] for key in sites)
-        sqnr = self._measure(recipe, quick=True)
-        for key in (key for key in keys if errors[key] >= NOTABLE_ERROR_SHARE * total):
-            start, sqnr_before = dict(recipe.candidates), sqnr
-            for name, indices in {RULE_CANDIDATE: (), **changed}.items():
-                candidates = {index: known for index, known in start.items() if index not in sites[key]}
-                candidates |= {index: name for index in indices if index in sites[key]}
-                trial = self._with_candidates(candidates)
-                if not self._is_affordable(self._plan_work(trial, quick=True)):
-                    return recipe, sqnr
-                if self._measure(trial, quick=True) > sqnr:
-                    recipe, sqnr = trial, self._measure(trial, quick=True)
-            if sqnr < sqnr_before + MIN_GAIN_DB:
-                break  # other ranges do not help where they would help most
-        return recipe, sqnr
 
     def _float_selection(self) -> None:
         """Keep the ops in float whose values select rows, if nothing else than exchanged rows misses the aim."""
@@ -654,10 +648,7 @@ class _Repair:
             remaining = limit - 2 * len(parts)  # each split took two measurements
             if culprits and remaining > limit // 4:
                 errors |= share_errors(bisect_errors(measure, [others], remaining))
-            self._groups = [
-                replace(group, candidates=(replace(group.candidates[0], error=errors[number]), group.candidates[1]))
-                for number, group in enumerate(groups)
-            ]
+            self._groups = _with_errors(groups, errors)
         return self._groups
 
     def _measure_switched(
@@ -777,8 +768,8 @@ class _Repair:
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             recipe = recipe_of(result.selection)
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
-            work = self._plan_work(base, quick=True)
-            work += 0.0 if base.algorithms in self._algorithm_gains else self._plan_work(base)
+            gain = self._algorithm_gains.get(base.algorithms, math.inf)
+            work = self._plan_work(base, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(base))
             if result.stop_reason is not None or work > self._request.budget.remaining:
                 self._request.budget.extend(work)
             self._try_float(recipe)
@@ -788,6 +779,28 @@ class _Repair:
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
             offset -= missing
+
+    def _add_float_blocks(self) -> None:
+        """Add float blocks by their estimated errors until the hold-out meets the target, if no other plan does.
+
+        No work is left to measure these plans before, or the samples of the search lack the errors of the hold-out.
+        """
+        request, groups = self._request, self._groups
+        for _ in range(MAX_ROUNDS):
+            missing = request.target_sqnr - self._judge_on_holdout()
+            if not groups or max(self._judged.values()) >= request.target_sqnr or not math.isfinite(missing):
+                break
+            on = [group for group in groups if self._current.float_sites.isdisjoint(group.sites)]
+            error = math.fsum(group.candidates[0].error for group in on)
+            max_error = error * 10 ** (-(missing + AIM_MARGIN_DB) / 10)
+            selection = choose_selection(groups, self._block_costs(), max_error)
+            if all(selection):  # nothing would be quantized
+                break
+            recipe = self._with_float_blocks(self._current, high_precision_ops(groups, selection))
+            request.budget.extend(self._plan_work(recipe))
+            self._current, targets = recipe, recipe.float_blocks
+            step = RepairStep(change=FLOAT_BLOCKS, targets=targets, sqnr=self._judge_on_holdout(), kept=False)
+            self._steps.append(step)
 
     def _try_float(self, recipe: Recipe) -> None:
         """Make a recipe with float blocks the current one if it is better."""
@@ -855,6 +868,15 @@ def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[S
         block_keys |= {key_by_op[op] for op in group.ops if op in key_by_op}
         groups.append(ScaleGroup(sites=group.sites, ops=frozenset(block_keys), candidates=candidates))
     return groups
+
+
+def _with_errors(groups: Sequence[ScaleGroup], errors: Mapping[int, float]) -> list[ScaleGroup]:
+    """Return the groups with the errors of quantization, by number of the group."""
+    first = {number: replace(groups[number].candidates[0], error=error) for number, error in errors.items()}
+    return [
+        replace(group, candidates=(first.get(number, group.candidates[0]), group.candidates[1]))
+        for number, group in enumerate(groups)
+    ]
 
 
 def _error_to_db(error: float) -> float:

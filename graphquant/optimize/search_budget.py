@@ -38,9 +38,7 @@ PLAN_RUNS = {"onnx": 1.25, "tensorflow": 2.5}
 
 SWITCHED_RUNS = 4  # runs of a sample that take as long as one of the model with switches
 PLAN_BYTE_SECONDS, SWITCHED_BYTE_SECONDS = 2e-10, 4e-10  # of such runs for each byte of the weights, to dequantize them
-MIN_CALIBRATION_SECONDS = 0.15
-"""Least work of a calibration from which a limit follows. Small models would have no search otherwise, although it
-takes less than a second."""
+START_SECONDS = 0.5  # start of the process, which is most of the time of a small model's calibration
 
 MIN_LIMIT_SECONDS = 10.0  # minimum of a time limit that is a multiple of the calibration's time
 TIME_MARGIN = 2.0  # measured time at which a search ends, relative to the limit of its predicted work
@@ -141,8 +139,8 @@ class SearchBudget:
         self._clock = search_clock(search_time)
         seconds = max(TIME_MARGIN * amount * elapsed, MIN_LIMIT_SECONDS) if is_factor else amount
         self._deadline = self._clock() + seconds
-        self.limit = amount * max(costs.calibration(samples), MIN_CALIBRATION_SECONDS) if is_factor else math.inf
-        self.work = costs.insert(samples, algorithms)  # nominal seconds
+        self.limit = amount * (START_SECONDS + costs.calibration(samples)) if is_factor else math.inf
+        self.work = START_SECONDS + costs.insert(samples, algorithms)  # nominal seconds
 
     @property
     def remaining(self) -> float:
