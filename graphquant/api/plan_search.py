@@ -311,7 +311,10 @@ class PlanSearch:
             repair=repair,
         ).with_candidates(repaired.changed_tensors)
         result = make_result(self.inputs.source, workspace.state, repaired.built, trace, workspace.stats)
-        return self._validated(self.inputs.with_integer_types(result), workspace.state)
+        result = self._validated(self.inputs.with_integer_types(result), workspace.state)
+        if repair.used_holdout and result.validation is not None:
+            result = replace(result, validation=replace(result.validation, reuses_samples=True))
+        return result
 
     def _request(
         self, workspace: Workspace, built: BuiltModel, target_sqnr: float, default_sqnr: float | None

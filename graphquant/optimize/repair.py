@@ -150,6 +150,7 @@ class RepairTrace:
     plans: int = 0  # number of measured plans
     stop_reason: StopReason | None = None  # limit or error that ended the search early, or None
     problem: str = ""  # the error, or ""
+    used_holdout: bool = False  # True if the plans were measured on the hold-out, and not only the best of them
 
     @property
     def met(self) -> bool:
@@ -343,6 +344,7 @@ class _Repair:
             plans=self._plans + len(self._measured),
             stop_reason=stop_reason,
             problem=problem,
+            used_holdout=self._meter is not self._search_meter,
         )
         plan, workspace = self._plan(recipe), self._workspace(recipe)
         names = {**dict(recipe.candidates), **dict.fromkeys(recipe.float_sites, FLOAT_CANDIDATE)}

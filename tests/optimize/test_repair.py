@@ -202,7 +202,10 @@ def test_errors_of_the_holdout_alone_are_repaired(
     np.savez(tmp_path / "data.npz", x=data)
     if not has_work:
         monkeypatch.setattr(repair._Repair, "_search_float_blocks", use_up_work)
-    trace = insert_net(tmp_path).search.repair
+    result = insert_net(tmp_path)
+    trace = result.search.repair
+    assert trace.used_holdout
+    assert result.validation.reuses_samples
     assert trace.stop_reason == (None if has_work else "work")
     assert trace.default_sqnr < 20 <= trace.sqnr
     assert 0 < len(trace.float_blocks) < len(weights)
