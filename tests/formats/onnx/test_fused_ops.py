@@ -57,6 +57,7 @@ PRODUCTS = {
     "Gemm": "y = Gemm(x, w, b)",
     "Gemm without a bias": "y = Gemm(x, w)",
     "transposed Gemm": "y = Gemm<transB = 1>(x, w, b)",
+    "MatMul and Add": "m = MatMul(x, w) y = Add(m, b)",
 }
 
 
