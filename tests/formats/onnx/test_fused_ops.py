@@ -466,6 +466,40 @@ def test_products_are_read_as_they_were(
     assert counts == Counter([*types, "Gather"])
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+def test_added_bias_of_a_packed_product(tmp_path: Path, rank: int) -> None:
+    """MatMulNBits adds a bias, so that onnxruntime makes no BiasGelu of it. `strip` gives MatMul and Add back."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 96)), ("b", 96))}
+    text, rows = "m = MatMul(x, w) a = Add(b, m) y = com.microsoft.Gelu(a)", ", ".join("nk"[: rank - 1])
+    onnx.save(parse(text, f"float[{rows}, 64] x", f"float[{rows}, 96] y", weights), tmp_path / "float.onnx")
+    result = gq.insert(tmp_path / "float.onnx", rules=write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"'))
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"MatMulNBits": 1, "Gelu": 1}
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimized.onnx"), 4
+    onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert op_counts(onnx.load(tmp_path / "optimized.onnx")) == {"MatMulNBits": 1, "Gelu": 1}
+    written = gq.load(result.save(tmp_path / "packed.onnx"))
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+    stripped = onnx_format.emit(gq.strip(written, everything=True).model)
+    assert op_counts(stripped) == {"MatMul": 1, "Add": 1, "Gelu": 1}
+    x = rng.standard_normal((2, 3, 64)[3 - rank :]).astype(np.float32)
+    np.testing.assert_allclose(run(stripped, {"x": x})[0], run(message, {"x": x})[0], rtol=1e-4, atol=1e-4)
+
+
+def test_weight_of_two_sums(tmp_path: Path) -> None:
+    """A weight that two products read is packed once, with and without a bias after it."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 64)), ("b", 64))}
+    text = "m = MatMul(x, w) a = Add(m, b) y = MatMul(a, w)"
+    onnx.save(parse(text, "float[n, 64] x", "float[n, 64] y", weights), tmp_path / "float.onnx")
+    result = gq.insert(tmp_path / "float.onnx", rules=write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"'))
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"MatMulNBits": 2, "Add": 1}
+    assert [initializer.dims[:] for initializer in message.graph.initializer].count([64, 2, 16]) == 1
+
+
 def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:
     """A weight that several products read is stored once, and other ops read the float one."""
     weights = {"w": np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)}
