@@ -39,8 +39,6 @@ SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
-SUM_SUFFIX = "/sum"  # ends the rest for the weight of a MatMul before the Add of a bias
-SUFFIXES = (TRANSPOSED_SUFFIX, TABLE_SUFFIX, SUM_SUFFIX)
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -94,7 +92,7 @@ class _Lift:
     def suffix(self) -> str:
         """The end of the name of the weight that graphquant wrote, which tells how the standard op reads it."""
         name = "" if (weight := self.slots[WEIGHT_SLOT]) is None else weight.op.removesuffix(PACKED_SUFFIX)
-        return next((s for s in SUFFIXES if self.op.rule and name.endswith(s)), "")
+        return next((s for s in (TRANSPOSED_SUFFIX, TABLE_SUFFIX) if self.op.rule and name.endswith(s)), "")
 
     def as_read(self, *constants: Op | None) -> list[_LayerConstant]:
         """Return the given constants with their own types and shapes."""
@@ -248,8 +246,7 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     is_given = [tensor is not None for tensor in (*lift.slots, *[None] * BIAS_SLOT)]
     bits = int(op.numeric_attr("bits", 4))
     rows, columns, block = (int(op.numeric_attr(name, 0)) for name in ("N", "K", "block_size"))
-    is_transposed = lift.suffix not in {TRANSPOSED_SUFFIX, TABLE_SUFFIX}
-    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=max(block, 1), transposed=is_transposed)
+    layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=max(block, 1), transposed=not lift.suffix)
     is_misfit = is_given[GROUP_INDEX_SLOT] or is_given[ZERO_POINT_SLOT] != (zero_point is not None)
     if weight is None or scale is None or is_misfit or bits not in {2, 4, 8}:
         return []
@@ -440,7 +437,8 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
-    if is_transposed or (op.rule and bias is not None and bias_slot == BIAS_SLOT and lift.suffix != SUM_SUFFIX):
+    _, name, slot = [*op.anchor.split("\n"), "", "", ""][:3]  # of the product, if an Add adds the bias
+    if is_transposed or (op.rule and not name and bias is not None and bias_slot == BIAS_SLOT):
         gemm = DEFAULT_DOMAIN_OPS["Gemm"]
         plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
         plain["attrs"] = {"transB": 1} if is_transposed else {}
@@ -449,9 +447,9 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
         return [*names, op.name]
-    source = graph.add_op(new_op(graph, f"{op.name}/product", output.dtype, output.shape, **product), inputs)
+    source = graph.add_op(new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product), inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    replace_op(graph, replace(op, **add, **plain), [source, bias])
+    replace_op(graph, replace(op, **add, **plain), [bias, source] if slot == "1" else [source, bias])
     return [*names, source.op, op.name]
 
 
@@ -692,8 +690,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _unpacked_name(constant: Op) -> str:
     """Return the name of a constant before it was packed, or another name for one of another tool."""
-    name = constant.name.removesuffix(PACKED_SUFFIX)
-    name = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    name = constant.name.removesuffix(PACKED_SUFFIX).removesuffix(TRANSPOSED_SUFFIX).removesuffix(TABLE_SUFFIX)
     return name if name != constant.name else f"{name}/unpacked"
 
 

@@ -25,7 +25,6 @@ from graphquant.formats.onnx.fused_ops import (
     MOE_WEIGHTS,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
-    SUM_SUFFIX,
     TABLE_SUFFIX,
     TRANSPOSED_SUFFIX,
     LiftedOp,
@@ -230,13 +229,11 @@ class _Weight:
         fused_attrs: dict[str, Any] = {"block_size": params.block, "bits": weight.bits}
         if op_type == "MatMulNBits":
             layout, suffix = _matrix_layout(weight), TRANSPOSED_SUFFIX if weight.axis else ""
-            suffix, bias = suffix if read == weight else TABLE_SUFFIX, [*slots[2:]]
-            if not (suffix or self.constants) and len(graph.consumers(self.tensor)) == 1:
-                # onnxruntime would add it in a BiasGelu, which takes longer.
-                result, bias = self.find_bias(consumer, (layout.rows,))
-                suffix = "" if result is consumer else SUM_SUFFIX
+            suffix = suffix if read == weight else TABLE_SUFFIX
             self.constants[suffix] = self.constants.get(suffix) or self.add_packed(layout, suffix)
             inputs = [slots[0], *self.constants[suffix]]
+            # onnxruntime would add it in a BiasGelu, which takes longer.
+            result, bias = self.find_bias(consumer, (layout.rows,))
             if any(bias):
                 inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), *bias]
             fused_attrs |= {"K": layout.columns, "N": layout.rows, "accuracy_level": attrs.get("accuracy_level", 0)}
@@ -253,9 +250,7 @@ class _Weight:
             inputs = [constants[0], slots[1], *filter(None, constants[1:])]
         else:
             return
-        replace_op(graph, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
-        if result is not consumer:
-            graph.remove_op(consumer.name)
+        _replace_product(graph, result, consumer, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
 
     def find_bias(self, product: Op, columns: Shape | None) -> tuple[Op, list[TensorRef | None]]:
         """Return the product and its bias, or the Add of a constant of the shape `columns` to it, and that constant."""
@@ -351,9 +346,7 @@ class _Weight:
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
         result, bias = self.find_bias(product, graph.output(constants[0]).shape[-1:])
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
-        replace_op(graph, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
-        if result is not product:
-            graph.remove_op(product.name)
+        _replace_product(graph, result, product, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
 
 
 def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[TensorRef, _Weight]) -> None:
@@ -454,6 +447,16 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
         rule=dequantize.rule,
         anchor=dequantize.anchor,
     )
+
+
+def _replace_product(graph: Graph, result: Op, product: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
+    """Replace a product, or the Add of its bias, by a fused op. Its anchor gets the product's name and slot there."""
+    if result is not product:
+        slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
+        fused = replace(fused, anchor=f"{fused.anchor}\n{product.name}\n{slot}")
+    replace_op(graph, fused, inputs)
+    if result is not product:
+        graph.remove_op(product.name)
 
 
 def _share_rounded_inputs(graph: Graph) -> None:
