@@ -78,11 +78,11 @@ def test_forms_do_not_depend_on_the_ops(architecture: str, tmp_path: Path, *, pa
     forms = {}
     for ops in ("standard", "genai"):
         onnx.save(build_decoder(replace(net, ops=ops)), tmp_path / "model.onnx")
-        plan = gq.plan(tmp_path / "model.onnx", rules="weight_only_int4")
+        plan = gq.plan(tmp_path / "model.onnx", rules="weight_only_int8")
         products = [site for site in plan.sites if site.uses[0].op.endswith("/MatMul")]
         forms[ops] = {site.uses[0].op: site.scheme.args.form for site in products}
     assert forms["standard"] == forms["genai"]
-    assert {*forms["genai"].values()} == {"packed" if past else "folded"}
+    assert {*forms["genai"].values()} == ({"packed"} if past else {"packed", "folded"})  # few weights are folded
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
