@@ -2,10 +2,10 @@
 
 Run: python benchmarks/weight_forms.py --others PYTHON [--only NAME] [--seconds N]
 PYTHON is an interpreter with NNCF and onnx_ir, as in `weights.py`, whose functions run the tools without data.
-Each line has the time of a run relative to float with 1 and with 128 rows (tokens or sequences; 16 images) on one
-thread, which is the median of parts of the medians of their rounds; the bytes of all constants; SQNR in dB of the worst
-output on one batch of 128 rows; and the share of rows with the same largest value of the first output, the logits
-of decoders.
+Each line has the time of a run relative to float with 1 and with 128 rows (tokens or sequences; 16 images), and with 16
+for decoders without past states, on one thread, which is the median of parts of the medians of their rounds; the bytes
+of all constants; SQNR in dB of the worst output on one batch of 128 rows; and the share of rows with the same largest
+value of the first output, the logits of decoders.
 
 Bars: only what is comparable is compared.
 
@@ -13,7 +13,10 @@ Bars: only what is comparable is compared.
   MatMulNBits, which rounds activations to int8. So they are compared with our level 4, and level 0 of onnxruntime's
   tool with `weight_only_int4`, which is also compared with float. A time misses its bar if its median is above 1.02
   times another one in each of 5 parts, for which all sessions are opened anew in a random order: the memory that a
-  session gets changes the time of the same ops by up to 10%.
+  session gets changes the time of the same ops by up to 10%. So a time is not compared with one of a result for which
+  onnxruntime's optimizer makes the same ops, with equal attributes and constants of equal types and sizes.
+* A decoder without past states computes a whole text in each run, so that its times with one token, in parentheses,
+  are not compared. docs/decisions/0076-fused-ops.md has the reason.
 * Accuracy: at equal bytes. Of the results of 4 bits, and of those with dynamic ranges, no other one has an SQNR above
   that of ours by 0.1 dB with at most 1.03 times its bytes, as the zero points of asymmetric weights take, and none has
   less than 1/1.03 of its bytes with an SQNR of at least that of ours.
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +50,7 @@ from graphquant.formats.onnx.runtime import RUNTIME_ERRORS  # noqa: E402
 
 Feed = Callable[[int], Arrays]  # the inputs of a net for a number of rows
 MARGIN, MARGIN_SIZE, MARGIN_DB = 1.02, 1.03, 0.1
-MANY_ROWS, MANY_IMAGES = 128, 16
+FEW_ROWS, MANY_ROWS, MANY_IMAGES = 16, 128, 16
 PARTS = 5
 
 FOUR_BITS, ROUNDED, DYNAMIC = "4 bits", "4 bits, int8 activations", "dynamic"
@@ -243,6 +247,26 @@ def open_session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+def optimized_ops(path: Path, folder: Path) -> Counter[tuple[Any, ...]]:
+    """Return the ops that onnxruntime makes of a model: types, attributes, kinds of inputs, and sizes of constants."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.optimized_model_filepath = 3, str(folder / "optimized.onnx")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    graph = onnx.load(folder / "optimized.onnx").graph
+    kinds: dict[str, Any] = {name: node.op_type for node in graph.node for name in node.output}
+    kinds |= {tensor.name: (tensor.data_type, int(np.prod(tensor.dims))) for tensor in graph.initializer}
+    ops = Counter[tuple[Any, ...]]()
+    for node in graph.node:
+        # Later opsets write the default of an attribute of casts to float8.
+        named = [attr for attr in node.attribute if (node.op_type, attr.name) != ("Cast", "saturate")]
+        attrs = tuple(sorted(attr.SerializeToString(deterministic=True) for attr in named))
+        inputs = [*node.input]
+        while inputs and not inputs[-1]:  # a missing last input may be written or not
+            inputs.pop()
+        ops[node.domain, node.op_type, attrs, *(kinds.get(name, name) for name in inputs)] += 1
+    return ops
+
+
 def measure_times(files: dict[str, Path], feed: Arrays, seconds: float) -> dict[str, np.ndarray]:
     """Return the median times of parts. In each round of one, all models run in a random order.
 
@@ -296,7 +320,10 @@ def compare_tools(net: str, write: Callable[[Path], Feed], others: str, folder: 
                 raise
             del files[name]
             sessions.pop(name, None)
-    columns = [measure_times(files, feed(rows), seconds) for rows in (1, MANY_ROWS)]
+    computes_texts = net.endswith("no past")
+    rows_of_columns = (1, FEW_ROWS, MANY_ROWS) if computes_texts else (1, MANY_ROWS)
+    columns = {rows: measure_times(files, feed(rows), seconds) for rows in rows_of_columns}
+    ops = {name: optimized_ops(path, folder) for name, path in files.items()}
     sizes = {name: float(constant_bytes(path)) for name, path in files.items()}
     expected = sessions["float"].run(None, feed(MANY_ROWS))
     results = {name: session.run(None, feed(MANY_ROWS)) for name, session in sessions.items()}
@@ -304,11 +331,16 @@ def compare_tools(net: str, write: Callable[[Path], Feed], others: str, folder: 
     missed = 0
     for name in files:
         cells = []
-        for times in columns:
+        for rows, times in columns.items():
+            ratio = np.median(times[name]) / np.median(times["float"])
+            if computes_texts and rows == 1:
+                cells.append(f" ({ratio:.2f})")
+                continue
             rivals = rivals_of(name, files, same_activations=True) + ["float"] * (name == OURS[FOUR_BITS])
-            slower = [rival for rival in rivals if is_slower(times[name], times[rival])]
-            missed += bool(slower)
-            cells.append(f"{np.median(times[name]) / np.median(times['float']):6.2f}{'*' if slower else ' '}")
+            others_times = [times[rival] for rival in rivals if ops[rival] != ops[name]]
+            slower = any(is_slower(times[name], other_times) for other_times in others_times)
+            missed += slower
+            cells.append(f"{ratio:6.2f}{'*' if slower else ' '}")
         rivals = rivals_of(name, files, same_activations=False)
         larger = [r for r in rivals if quality[r] >= quality[name] and sizes[r] * MARGIN_SIZE < sizes[name]]
         worse = [r for r in rivals if sizes[r] <= sizes[name] * MARGIN_SIZE and quality[r] > quality[name] + MARGIN_DB]

@@ -48,7 +48,7 @@ MIN_MATRIX_ELEMENTS, MIN_MANY_ROWS_ELEMENTS = 1 << 15, 1 << 17
 """Smallest matrix that products read faster packed than as float, with one row, and at level 4 with any number."""
 
 FLOAT_LEVEL_BITS = 4  # width of weights that products in float read fast; others take ten times as long
-MIN_BYTE_BLOCK_SIZE = 128  # smallest blocks of bytes with which products of 128 rows are faster than in float
+MIN_BYTE_BLOCK_SIZE = 64  # smallest blocks of bytes with which products of 128 rows are faster than in float
 
 FLOAT_LEVEL: Literal[0] = 0
 INT8_LEVEL: Literal[4] = 4

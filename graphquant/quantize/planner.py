@@ -49,7 +49,7 @@ from graphquant.qdq import (
     QDQFamily,
     count_product_weights,
 )
-from graphquant.qdq.onnx_fused import is_matrix_transpose
+from graphquant.qdq.onnx_fused import MIN_BYTE_BLOCK_SIZE, is_matrix_transpose
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode
 from graphquant.rules import (
     LIST_NAMES_HINT,
@@ -303,13 +303,16 @@ def _is_read_once(model: Model, weight: TensorRef) -> bool:
     return all(len(model.graphs[tensor.graph].consumers(tensor)) == 1 for tensor in tensors)
 
 
-def _equal_block(sizes: tuple[int, ...], request: FamilyRequest) -> int | None:
-    """Return the size of blocks that are as many as those requested, and nearly equal."""
+def _fitting_block(sizes: tuple[int, ...], request: FamilyRequest, form: FusedForm) -> int | None:
+    """Return the size of blocks with few zeros in the last one: nearly equal if folded, half of it for some bytes."""
     if request.block is None or request.axis is None:
         return request.block
-    size = max(sizes[request.axis], 1)
+    size, half = max(sizes[request.axis], 1), request.block // 2
     count = math.ceil(size / request.block)
-    return max(math.ceil(size / count), MIN_BLOCK_SIZE)
+    if form.args.form == FOLDED_FORM:
+        return max(math.ceil(size / count), MIN_BLOCK_SIZE)
+    may_halve = form.op_type == "MatMulNBits" and form.bits > NARROW_BITS and half >= MIN_BYTE_BLOCK_SIZE
+    return half if may_halve and math.ceil(size / half) < 2 * count else request.block
 
 
 SAME_AS_INPUT = "same-as-input"
@@ -631,10 +634,9 @@ class _PlanBuilder:
         graph = self._sized_model.graphs[match.use.graph]
         for form in family.fused_forms(graph, match.use, request, self._product_elements):
             if self.options.supports_fused_form(form):
-                is_folded = scheme.args.form is None and form.args.form == FOLDED_FORM
-                # Equal blocks need no zeros that fill the last one. A weight with another reader may be packed too.
-                is_whole = is_folded and _is_read_once(model, match.tensor)
-                block = _equal_block(sizes, request) if is_whole else scheme.block_size
+                # Blocks that fit need few zeros in the last one. A weight with another reader has those of the rule.
+                may_fit = scheme.args.form is None and _is_read_once(model, match.tensor)
+                block = _fitting_block(sizes, request, form) if may_fit else scheme.block_size
                 return change_scheme(scheme, args=form.args, block_size=block)
         return standard
 

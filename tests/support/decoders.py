@@ -74,7 +74,7 @@ class _Net:
     def constant(self, name: str, value: Any, dtype: Any = np.float32) -> str:
         """Add an initializer; return its name."""
         if name not in self.weights:
-            self.weights[name] = numpy_helper.from_array(np.ascontiguousarray(value, dtype), name)
+            self.weights[name] = numpy_helper.from_array(np.array(value, dtype, order="C"), name)
         return name
 
     def normal(self, name: str, *shape: int, deviation: float) -> str:

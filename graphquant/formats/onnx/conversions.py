@@ -35,7 +35,7 @@ from graphquant.formats.onnx.shape_inference import (
     resolve_computed_shapes,
 )
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
-from graphquant.ir import TensorRef
+from graphquant.ir import TensorRef, fully_known_shape
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
@@ -362,8 +362,9 @@ def bind_input_shapes(model: Model, shapes: Mapping[str, Shape]) -> Model:
     emission = emit_message(model, defer_weights=True)
     message = emission.message
     for graph in nested_graphs(message.graph):
-        # Declared sizes without a number would keep the inferred ones from being known.
-        for info in (*graph.value_info, *graph.output, *(graph.input if graph is not message.graph else ())):
+        # Declared sizes without a number, and types without sizes, would keep the inferred ones from being known.
+        retain_entries(graph.value_info, lambda info: fully_known_shape(type_and_shape(info.type)[1]) is not None)
+        for info in (*graph.output, *(graph.input if graph is not message.graph else ())):
             if None in (type_and_shape(info.type)[1] or ()):
                 info.type.tensor_type.ClearField("shape")
     for info in message.graph.input:

@@ -437,7 +437,8 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
-    if is_transposed or (op.rule and bias is not None and bias_slot == BIAS_SLOT):
+    _, name, slot = [*op.anchor.split("\n"), "", "", ""][:3]  # of the product, if an Add adds the bias
+    if is_transposed or (op.rule and not name and bias is not None and bias_slot == BIAS_SLOT):
         gemm = DEFAULT_DOMAIN_OPS["Gemm"]
         plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
         plain["attrs"] = {"transB": 1} if is_transposed else {}
@@ -446,9 +447,9 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
         return [*names, op.name]
-    source = graph.add_op(new_op(graph, f"{op.name}/product", output.dtype, output.shape, **product), inputs)
+    source = graph.add_op(new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product), inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    replace_op(graph, replace(op, **add, **plain), [source, bias])
+    replace_op(graph, replace(op, **add, **plain), [bias, source] if slot == "1" else [source, bias])
     return [*names, source.op, op.name]
 
 

@@ -225,15 +225,17 @@ class _Weight:
         """Replace a reader of the weight, which reads it transposed or not, by a fused op if there is one."""
         graph, dequantize, params, weight = self.graph, self.dequantize, self.params, self.packed
         consumer, slots, constants = graph.op(use.op), graph.slots(use.op), [*graph.slots(dequantize.name)]
-        op_type, attrs = fused_op_type(graph, consumer, use.slot, read), dequantize.fused_attrs or {}
+        result, op_type, attrs = consumer, fused_op_type(graph, consumer, use.slot, read), dequantize.fused_attrs or {}
         fused_attrs: dict[str, Any] = {"block_size": params.block, "bits": weight.bits}
         if op_type == "MatMulNBits":
             layout, suffix = _matrix_layout(weight), TRANSPOSED_SUFFIX if weight.axis else ""
             suffix = suffix if read == weight else TABLE_SUFFIX
             self.constants[suffix] = self.constants.get(suffix) or self.add_packed(layout, suffix)
             inputs = [slots[0], *self.constants[suffix]]
-            if bias := next(iter(slots[2:]), None):
-                inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), bias]
+            # onnxruntime would add it in a BiasGelu, which takes longer.
+            result, bias = self.find_bias(consumer, (layout.rows,))
+            if any(bias):
+                inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), *bias]
             fused_attrs |= {"K": layout.columns, "N": layout.rows, "accuracy_level": attrs.get("accuracy_level", 0)}
         elif op_type:
             fused_attrs = {"block_size": params.block, "gather_axis": 0, "quantize_axis": params.axis}
@@ -248,7 +250,20 @@ class _Weight:
             inputs = [constants[0], slots[1], *filter(None, constants[1:])]
         else:
             return
-        replace_op(graph, _fused_op(consumer, op_type, fused_attrs, dequantize), inputs)
+        _replace_product(graph, result, consumer, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
+
+    def find_bias(self, product: Op, columns: Shape | None) -> tuple[Op, list[TensorRef | None]]:
+        """Return the product and its bias, or the Add of a constant of the shape `columns` to it, and that constant."""
+        graph, bias = self.graph, [*self.graph.slots(product.name)[2:]]
+        readers = graph.consumers(TensorRef(graph.name, product.name))
+        if any(bias) or len(readers) != 1 or readers[0].graph != graph.name:
+            return product, bias
+        add = graph.op(readers[0].op)
+        if add.type == "Add":
+            addend = graph.slots(add.name)[1 - readers[0].slot]
+            if addend and self.model.op(addend).kind == "constant" and graph.output(addend).shape == columns:
+                return add, [addend]
+        return product, bias
 
     def add_packed(self, layout: MatrixLayout, suffix: str = "", sizes: tuple[int, ...] = ()) -> list[TensorRef | None]:
         """Add the packed weight, the scales and, unless they are all in the middle of the range, the zero points.
@@ -318,7 +333,7 @@ class _Weight:
         product = graph.op(use.op)
         if not is_dynamic_product(graph, product, use.slot, read):
             return
-        constants, (source, _, *bias) = self.sources, graph.slots(product.name)
+        constants, source = self.sources, graph.slots(product.name)[0]
         if graph.source_of(use) != self.tensor or product.numeric_attr("transB", 0):
             data, value = graph.output(constants[0]), partial(constant_value, model.op(constants[0]))
             suffix = TRANSPOSED_SUFFIX if product.numeric_attr("transB", 0) else TABLE_SUFFIX
@@ -329,18 +344,9 @@ class _Weight:
                 create = partial(add_constant, graph, *turned)
             self.constants[suffix] = self.constants.get(suffix) or [create(rule=dequantize.rule)]
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
-        result, columns = product, graph.output(constants[0]).shape[-1:]
-        readers = graph.consumers(TensorRef(graph.name, product.name))
-        reads_once = not bias and len(readers) == 1 and readers[0].graph == graph.name
-        if reads_once and graph.op(readers[0].op).type == "Add":
-            add = graph.op(readers[0].op)
-            addend = graph.slots(add.name)[1 - readers[0].slot]
-            if addend is not None and model.op(addend).kind == "constant" and graph.output(addend).shape == columns:
-                result, bias = add, [addend]
+        result, bias = self.find_bias(product, graph.output(constants[0]).shape[-1:])
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
-        replace_op(graph, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
-        if result is not product:
-            graph.remove_op(product.name)
+        _replace_product(graph, result, product, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
 
 
 def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[TensorRef, _Weight]) -> None:
@@ -441,6 +447,16 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
         rule=dequantize.rule,
         anchor=dequantize.anchor,
     )
+
+
+def _replace_product(graph: Graph, result: Op, product: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
+    """Replace a product, or the Add of its bias, by a fused op. Its anchor gets the product's name and slot there."""
+    if result is not product:
+        slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
+        fused = replace(fused, anchor=f"{fused.anchor}\n{product.name}\n{slot}")
+    replace_op(graph, fused, inputs)
+    if result is not product:
+        graph.remove_op(product.name)
 
 
 def _share_rounded_inputs(graph: Graph) -> None:

@@ -86,18 +86,22 @@ def _fork_without_collection() -> int:
     return child
 
 
+def _open_quietly(message: Any, level: Any = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL) -> Any:
+    """Open a small model on one thread, without messages, at a level of optimization."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = FATAL_LOG_LEVEL, 1
+    options.graph_optimization_level = level
+    return open_inference_session(message.SerializeToString(), options)
+
+
 def infer_output_types(message: Any) -> dict[str, TypeAndShape]:
     """Return the types that onnxruntime infers for the outputs of a ModelProto; none if it rejects the model.
 
     Sizes that are not constant are None.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = FATAL_LOG_LEVEL
-    options.intra_op_num_threads = 1
-    # folding of constants could fill memory
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = open_inference_session(message.SerializeToString(), options)
+        # folding of constants could fill memory
+        session = _open_quietly(message, onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL)
     except RUNTIME_ERRORS:
         return {}
     types: dict[str, TypeAndShape] = {}
@@ -125,11 +129,8 @@ def has_int8_cache() -> bool:
     )
     shapes = {"x": ((1, 1, 8), "f4"), "past": ((1, 1, 1, 8), "i1"), "last": ((1, 1), "i4"), "scale": ((1,), "f4")}
     feeds = {"total": np.array(2, np.int32), **{name: np.ones(*shape) for name, shape in shapes.items()}}
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = FATAL_LOG_LEVEL
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return bool(session.run(["k"], feeds)[0].dtype == np.int8)
+        return bool(_open_quietly(model).run(["k"], feeds)[0].dtype == np.int8)
     except RUNTIME_ERRORS:
         return False
 
@@ -160,9 +161,7 @@ def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
         {{ product = com.microsoft.MatMulIntegerToFloat (left, right, scale, scale, zero_point) }}"""
     )
     model.graph.initializer.append(numpy_helper.from_array(right, "right"))
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = _open_quietly(model)
     expected = ((left.astype(np.int32) - 3) @ right.astype(np.int32)).astype(np.float32)  # exact below 2**24
     wrong = (rows for rows in PROBED_ROWS if np.any(session.run(None, {"left": left[:rows]})[0] != expected[:rows]))
     return next(wrong, 0)
@@ -210,10 +209,8 @@ def supports_fused_form(form: FusedForm) -> bool:
     opsets = [helper.make_opsetid("", OPSET_BLOCKS), helper.make_opsetid(MICROSOFT_DOMAIN, 1)]
     graph = helper.make_graph([node], "probe", [input_info], [output_info], constants)
     message = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = FATAL_LOG_LEVEL
     try:
-        result = open_inference_session(message.SerializeToString(), options).run(None, {"data": data})[0]
+        result = _open_quietly(message).run(None, {"data": data})[0]
     except RUNTIME_ERRORS:
         return False
     if form.op_type != "MatMulNBits":

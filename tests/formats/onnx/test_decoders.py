@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,6 +68,21 @@ def test_attention_with_its_own_weight() -> None:
     inputs |= {f"past_{layer}": np.zeros((2, 1, 4, 2, 8), np.float32) for layer in range(5)}
     sizes = format_module("onnx").create_runner(model).element_counts(unsized_tensors(model), inputs)
     assert count_macs(model, sizes)["", "GptAttention_0"] == 6 * 32 * 3 * 32 + 2 * 6 * 8 * 32
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("past", [False, True])
+def test_forms_do_not_depend_on_the_ops(architecture: str, tmp_path: Path, *, past: bool) -> None:
+    """The lengths of a text reach all products, also through attention ops whose types onnx does not know."""
+    net = Decoder(architecture=architecture, past=past, hidden=256, vocabulary=1024, tied=None)
+    forms = {}
+    for ops in ("standard", "genai"):
+        onnx.save(build_decoder(replace(net, ops=ops)), tmp_path / "model.onnx")
+        plan = gq.plan(tmp_path / "model.onnx", rules="weight_only_int8")
+        products = [site for site in plan.sites if site.uses[0].op.endswith("/MatMul")]
+        forms[ops] = {site.uses[0].op: site.scheme.args.form for site in products}
+    assert forms["standard"] == forms["genai"]
+    assert {*forms["genai"].values()} == ({"packed"} if past else {"packed", "folded"})  # few weights are folded
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

@@ -57,6 +57,7 @@ PRODUCTS = {
     "Gemm": "y = Gemm(x, w, b)",
     "Gemm without a bias": "y = Gemm(x, w)",
     "transposed Gemm": "y = Gemm<transB = 1>(x, w, b)",
+    "MatMul and Add": "m = MatMul(x, w) y = Add(m, b)",
 }
 
 
@@ -463,6 +464,63 @@ def test_products_are_read_as_they_were(
     counts = op_counts(onnx_format.emit(gq.strip(written).model))
     types = ["MatMul", "Add"] if (form, product) == ("dynamic", "Gemm(x, w, b)") else types
     assert counts == Counter([*types, "Gather"])
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("order", ["m, b", "b, m"])
+def test_added_bias_of_a_packed_product(tmp_path: Path, order: str, rank: int) -> None:
+    """MatMulNBits adds a bias, so that onnxruntime makes no BiasGelu of it. `strip` gives MatMul and Add back."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 96)), ("b", 96))}
+    text, rows = f"m = MatMul(x, w) a = Add({order}) y = com.microsoft.Gelu(a)", ", ".join("nk"[: rank - 1])
+    onnx.save(parse(text, f"float[{rows}, 64] x", f"float[{rows}, 96] y", weights), tmp_path / "float.onnx")
+    result = gq.insert(tmp_path / "float.onnx", rules=write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"'))
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"MatMulNBits": 1, "Gelu": 1}
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimized.onnx"), 4
+    onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert op_counts(onnx.load(tmp_path / "optimized.onnx")) == {"MatMulNBits": 1, "Gelu": 1}
+    written = gq.load(result.save(tmp_path / "packed.onnx"))
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+    stripped = onnx_format.emit(gq.strip(written, everything=True).model)
+    nodes = {node.op_type: (node.input[:], node.output[:]) for node in stripped.graph.node}
+    assert nodes["MatMul"] == (["x", "w"], ["m"])
+    assert nodes["Add"] == (order.split(", "), ["a"])
+    x = rng.standard_normal((2, 3, 64)[3 - rank :]).astype(np.float32)
+    np.testing.assert_allclose(run(stripped, {"x": x})[0], run(message, {"x": x})[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["m, b", "b, m"])
+@pytest.mark.parametrize(("dtype", "form", "block"), [("uint4", "packed", 32), ("int8", "dynamic", None)])
+def test_strip_of_an_added_bias_is_the_source(
+    tmp_path: Path, order: str, dtype: str, form: str, block: int | None
+) -> None:
+    """Names and the order of the sum are those of the source, so that `strip --check` passes."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 96)), ("b", 96))}
+    text = f"m = MatMul(x, w) y = Add({order})"
+    onnx.save(parse(text, "float[n, k, 64] x", "float[n, k, 96] y", weights), tmp_path / "float.onnx")
+    per = "channel" if block is None else "block"
+    rules = write_rules(tmp_path / "r.toml", dtype, f'form = "{form}"', block=block, per=per)
+    written = gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "fused.onnx")
+    stripped = onnx_format.emit(gq.strip(written).model)
+    source = onnx.load(tmp_path / "float.onnx")
+    assert [(n.op_type, n.input[:], n.output[:]) for n in stripped.graph.node if n.op_type != "Constant"] == [
+        (n.op_type, n.input[:], n.output[:]) for n in source.graph.node
+    ]
+
+
+def test_weight_of_two_sums(tmp_path: Path) -> None:
+    """A weight that two products read is packed once. One of them adds a bias."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 64)), ("b", 64))}
+    text = "m = MatMul(x, w) a = Add(m, b) y = MatMul(a, w)"
+    onnx.save(parse(text, "float[n, 64] x", "float[n, 64] y", weights), tmp_path / "float.onnx")
+    result = gq.insert(tmp_path / "float.onnx", rules=write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"'))
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"MatMulNBits": 2}
+    assert [initializer.dims[:] for initializer in message.graph.initializer].count([64, 2, 16]) == 1
 
 
 def test_shared_weight_of_dynamic_products(tmp_path: Path) -> None:

@@ -291,6 +291,24 @@ def sqnr_of(path: Path, quantized: Path, feeds: dict[str, np.ndarray]) -> tuple[
     return float(10 * np.log10(np.square(want).sum() / np.square(have - want).sum())), counts
 
 
+@pytest.mark.parametrize(("columns", "block"), [(192, 64), (320, 64), (250, 128), (256, 128)])
+def test_blocks_of_packed_bytes_fit(tmp_path: Path, columns: int, block: int) -> None:
+    """Two blocks of 128 for 192 columns would have 64 zeros. Products of blocks of 64 are as fast."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((columns, 3072)), "v": rng.standard_normal((3072, columns))}
+    text = f"g (float[1,{columns}] x) => (float[1,{columns}] y) {{ a = MatMul(x, w) t = Tanh(a) y = MatMul(t, v) }}"
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> {text}')
+    for name, value in weights.items():
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32) / 16, name))
+    onnx.save(message, tmp_path / "model.onnx")
+    result = gq.insert(tmp_path / "model.onnx", rules="weight_only_int8")
+    assert [site.scheme.block_size for site in result.plan.sites] == [block, 128]
+    feeds = {"x": rng.standard_normal((1, columns)).astype(np.float32)}
+    quality, counts = sqnr_of(tmp_path / "model.onnx", result.save(tmp_path / "quant.onnx"), feeds)
+    assert quality > 25
+    assert counts["MatMulNBits"] == 2
+
+
 def test_small_products_have_eight_bits(tmp_path: Path) -> None:
     """Each of six layers of 64 to 128 channels with 4 bits would lose about as much as the rest: 13 dB remain of 35."""
     sizes, rng = (64, 96, 64, 8, 64, 96, 128), np.random.default_rng(0)
