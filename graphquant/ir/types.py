@@ -134,7 +134,7 @@ class Call(NamedTuple):
     loop: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)  # never changed; a frozen one takes five times as long to create
 class Op:
     """A node of a graph: an operation, a graph input ("input"), a constant, a variable or a graph output ("output")."""
 
@@ -233,18 +233,23 @@ def follow(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HO
 
 def follow_to_end(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HOPS) -> Node:
     """Return the last node of `follow`."""
-    *_, last = follow(start, step, limit)
-    return last
+    current = start
+    for _ in range(limit):
+        if (following := step(current)) is None:
+            break
+        current = following
+    return current
 
 
 def reachable(starts: Iterable[Node], successors: Callable[[Node], Iterable[Node]]) -> list[Node]:
     """Return `starts` and all nodes that `successors` lead to, breadth first, each once."""
     visited = dict.fromkeys(starts)
     queue = list(visited)
-    for node in queue:
-        new = [successor for successor in dict.fromkeys(successors(node)) if successor not in visited]
-        visited.update(dict.fromkeys(new))
-        queue += new
+    for node in queue:  # grows
+        for successor in successors(node):
+            if successor not in visited:
+                visited[successor] = None
+                queue.append(successor)
     return queue
 
 

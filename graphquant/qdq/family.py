@@ -89,8 +89,7 @@ class QDQSite:
         return self.params
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyRequest:
+class FamilyRequest(NamedTuple):
     """The quantization that a family is asked to support, known before any range is."""
 
     type: QType  # the type of the quantized values
@@ -101,7 +100,7 @@ class FamilyRequest:
     symmetric: bool = True  # the zero point is fixed
     range_source: RangeSource = "observed"  # the scheme's `range`
     rounding_mode: RoundingMode | None = None  # rounding of halves; None is the family's default
-    args: FamilyArguments = field(default_factory=FamilyArguments)  # the family's own arguments
+    args: FamilyArguments = FamilyArguments()  # the family's own arguments
     block: int | None = None  # number of elements along the axis that share one scale; None without blocks
     in_function: bool = False  # the tensor is in a function of the model, where constants are ops
     opset: int = 0  # the model's opset in the ONNX default domain; 0 if it is unknown, and in other formats

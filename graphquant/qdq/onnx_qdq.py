@@ -350,15 +350,14 @@ def _add_clip(graph: Graph, site: QDQSite, result: TensorRef) -> TensorRef:
         return result
     output, shape = graph.output(result), tuple(size or 0 for size in site.shape or ())
     container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
-    wraps, values = container in TYPES_OF_4_BITS, params.range
-    low, high = params.type.limits(narrow=params.narrow)
+    wraps, (low, high) = container in TYPES_OF_4_BITS, params.type.limits(narrow=params.narrow)
     container_low, container_high = IntType.parse(container).limits()
-    for kind, end, limit, is_needed in (
-        ("max", "low", values.low, wraps or low != container_low),
-        ("min", "high", values.high, wraps or high != container_high),
+    for kind, end, is_needed in (
+        ("max", "low", wraps or low != container_low),
+        ("min", "high", wraps or high != container_high),
     ):
         if is_needed:
-            bound = broadcast_to_tensor(limit.astype(np.dtype(output.dtype)), params, shape)
+            bound = broadcast_to_tensor(getattr(params.range, end).astype(np.dtype(output.dtype)), params, shape)
             operands = [result, _add_site_constant(graph, site, end, bound)]
             name, op_type = f"{site.name}/clip_{end}", kind.capitalize()
             op = new_op(graph, name, output.dtype, output.shape, kind=kind, type=op_type, rule=site.rule)
