@@ -248,8 +248,10 @@ class Graph:
         slots = self.slots(name)
         slots.extend([None] * len(inputs))
         for slot, tensor in enumerate(inputs):
-            if tensor is not None:
-                slots[slot] = tensor
+            slots[slot] = tensor
+            if tensor is not None and tensor.graph == self.name and tensor.op in self._ops:  # nearly all
+                self._add_edge(tensor.op, name, slot, tensor.port)
+            elif tensor is not None:
                 self._add_data_edge(Use(self.name, name, slot), tensor)
         for source in control_sources:
             if source not in self._ops:
@@ -602,7 +604,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(graph.slots(name)):
             if tensor is not None:
-                _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
+                _check_slot(graph, name, slot, tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
     targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
@@ -619,18 +621,20 @@ def _check_slots(graph: Graph, stage: str) -> None:
         raise _invariant_error(stage, graph, f"{-unmatched_edges} data edges belong to no slot.")
 
 
-def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
+def _check_slot(graph: Graph, name: str, slot: int, tensor: TensorRef, stage: str) -> None:
     is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
     source_graph = graph if is_own else graph.graphs.get(tensor.graph)
     if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
-        raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
-    outputs = len(source_graph.op(tensor.op).outputs)
-    if not 0 <= tensor.port < outputs:
-        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
-    target, key = (use.op, use.slot) if is_own else graph.edge_key(use, tensor)[1:]
-    edge = source_graph.successors(tensor.op).get(target, {}).get(key)
-    if edge is None or edge["port"] != tensor.port:
-        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
+        problem = "which does not exist or is out of scope."
+    elif not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):
+        problem = f"but that op has {len(source_graph.op(tensor.op).outputs)} outputs."
+    else:
+        target, key = (name, slot) if is_own else graph.edge_key(Use(graph.name, name, slot), tensor)[1:]
+        edge = source_graph.successors(tensor.op).get(target, {}).get(key)
+        if edge is not None and edge["port"] == tensor.port:
+            return
+        problem = "but its edge is missing."
+    raise _invariant_error(stage, graph, f"{Use(graph.name, name, slot)} reads {tensor}, {problem}")
 
 
 def _check_graph_ends(graph: Graph, stage: str) -> None:
