@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_RULES = "onnxruntime"
 DEFAULT_FAMILY = "onnx-qdq"
 
-_MODULES = {
+_NAMES_BY_MODULE = {
     "conversions": ("bind_input_shapes", "encode_skeleton", "inline_functions", "upgrade_opset"),
     "emitter": ("emit",),
     "file_writer": ("save",),
@@ -41,11 +41,11 @@ _MODULES = {
     ),
 }
 """Public names by the module that defines them."""
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a function of the package's interface when it is first used."""
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
+    if (module := _MODULES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -85,7 +85,7 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
 
 def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
     """Return the number of bytes of the deferred weights that a ModelProto lacks."""
-    deferred = (_deferred_weight(tensor, ops) for tensor in message_tensors(message))
+    deferred = (_deferred_weight(tensor, ops) for tensor in (message_tensors(message) if ops else ()))
     return sum(constant_bytes(w) if isinstance(w, Op) else w.ByteSize() for w in deferred if w is not None)
 
 
@@ -139,7 +139,7 @@ def take_session_weights(
         tensor.name = name
 
     remaining_new = sum(isinstance(op, Op) for op in ops)
-    for tensor in message.graph.initializer:
+    for tensor in message.graph.initializer if ops else ():
         op = _deferred_weight(tensor, ops)
         remaining_new -= isinstance(op, Op)
         if op is not None and tensor.name in read_names and DTYPE_NAMES[tensor.data_type] in WEIGHT_DTYPES:

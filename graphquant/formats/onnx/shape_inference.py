@@ -413,10 +413,13 @@ def _add_runtime_types(typed_message: Any) -> bool:
     added = False
     for graph, outer_types in pending:  # grows while bodies are visited
         graph_types = {name: type_ for name, type_ in _declared_types(graph) if type_.WhichOneof("value")}
+        bodies = [attr.g for node in graph.node for attr in node.attribute if attr.HasField("g")]
+        if not bodies and all(name in graph_types for node in graph.node for name in node.output if name):
+            continue
         for tensor in graph.initializer:
             graph_types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
         types = outer_types.new_child(graph_types)
-        pending += [(attr.g, types) for node in graph.node for attr in node.attribute if attr.HasField("g")]
+        pending += [(body, types) for body in bodies]
         part = _typable_part(typed_message, graph, types, functions)
         if part.graph.output:
             # imported when needed, because onnxruntime is slow to import, and may be missing
@@ -432,8 +435,6 @@ def _add_runtime_types(typed_message: Any) -> bool:
 def _typable_part(message: Any, graph: Any, types: Mapping[str, Any], functions: Container[tuple[str, str]]) -> Any:
     """Return a ModelProto of the nodes that depend only on each other and on known types; its outputs have no types."""
     part = ModelProto(ir_version=max(message.ir_version, MIN_PART_IR_VERSION))
-    if all(name in types for node in graph.node for name in node.output if name):
-        return part
     part.opset_import.extend(entry for entry in message.opset_import if entry.domain != HIDDEN_DOMAIN)
     part.graph.name = "typable"
     nodes = [
