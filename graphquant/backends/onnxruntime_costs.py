@@ -65,7 +65,7 @@ class CostTable:
     def nanoseconds(self, kernel: str, work: Work) -> float:
         """Return the time of `work`. A kernel that the table lacks costs nothing."""
         row = self.costs.get(kernel, {})
-        return sum(row.get(name, 0.0) * amount for name, amount in work.items())
+        return sum([row.get(name, 0.0) * amount for name, amount in work.items()])
 
 
 def read_cost_table(name: str) -> CostTable:

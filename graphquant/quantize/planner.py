@@ -150,7 +150,8 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
     """Return the reason why `use` of `tensor` needs no quantization, or "" if the tensor is float."""
     model, graph = matcher.model, matcher.model.graphs[use.graph]
     consumer = graph.op(use.op)
-    if {model.op(tensor).kind, consumer.kind} & QUANTIZATION_KINDS or _is_between_reshapes(model, tensor):
+    kind = model.op(tensor).kind
+    if {kind, consumer.kind} & QUANTIZATION_KINDS or (kind == "reshape" and _is_between_reshapes(model, tensor)):
         return ALREADY_QUANTIZED
     if consumer.kind == "integer":
         return INTEGER_CONSUMER

@@ -364,6 +364,8 @@ def _matches_links(
     next_tensor: Callable[..., TensorRef | None],
 ) -> bool:
     """Return True if the ops from `start` on form the chain."""
+    if len(links) == 1:  # most chains
+        return is_kind(links[0].kinds, start)
     literal = any(not link.kinds.isdisjoint(TRANSPARENT_KINDS | {"cast"}) for link in links)
     positions, current = _skip_optional_links(links, 0), start
     while True:
