@@ -46,7 +46,7 @@ class IntType:
     @property
     def container(self) -> str:
         """The smallest type of 4, 8, 16 or 32 bits that contains it."""
-        bits = 4 if self.bits <= 4 else 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32  # noqa: PLR2004
+        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
         return f"{'int' if self.signed else 'uint'}{bits}"
 
     @classmethod

@@ -186,18 +186,26 @@ def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
 
 
 def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
-    fields: dict[str, Callable[[BatchReport], object]] = {
-        "{0} is of graphquant {2} and {1} of {3}. Run all shards with one version.": lambda report: report.version,
-        "{0} is one of {2} shards and {1} one of {3}. Give the reports of one batch.": lambda report: report.shard[1],
-        "{0} and {1} have different models or sizes, so a model may be in neither. Give all shards the same files.": (
-            lambda report: report.deal_digest
-        ),
-    }
-    for message, read in fields.items():
-        path_by_value = {read(report): path for path, report in reports.items()}
-        if len(path_by_value) > 1:
-            (first_value, first), (second_value, second) = list(path_by_value.items())[:2]
-            raise UsageError(message.format(first, second, first_value, second_value))
+    versions = {report.version: path for path, report in reports.items()}
+    if len(versions) > 1:
+        (first_version, first), (second_version, second) = list(versions.items())[:2]
+        raise UsageError(
+            f"{first} is of graphquant {first_version} and {second} of {second_version}. Run all"
+            " shards with one version."
+        )
+    totals = {report.shard[1]: path for path, report in reports.items()}
+    if len(totals) > 1:
+        (first_total, first), (second_total, second) = list(totals.items())[:2]
+        raise UsageError(
+            f"{first} is one of {first_total} shards and {second} one of {second_total}. Give the reports of one batch."
+        )
+    deal_digests = {report.deal_digest: path for path, report in reports.items()}
+    if len(deal_digests) > 1:
+        first, second = list(deal_digests.values())[:2]
+        raise UsageError(
+            f"{first} and {second} have different models or sizes, so a model may be in"
+            " neither. Give all shards the same files."
+        )
     path_by_number: dict[int, Path] = {}
     for path, report in reports.items():
         earlier = path_by_number.setdefault(report.shard[0], path)
@@ -205,7 +213,7 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
             raise UsageError(
                 f"{path} and {earlier} both belong to shard {report.shard[0]}. Give each shard's report once."
             )
-    total = next(iter(reports.values())).shard[1]
+    (total,) = totals
     missing = [f"{number}/{total}" for number in range(1, total + 1) if number not in path_by_number]
     if missing:
         raise UsageError(

@@ -122,7 +122,12 @@ class _MessageEmitter:
         if self._has_new_ops:
             retain_entries(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
             self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
-        return Emission(self._message, self._renamed_tensors, self._model, tuple(self._deferred or ()))
+        return Emission(
+            message=self._message,
+            renamed_tensors=self._renamed_tensors,
+            model=self._model,
+            deferred=tuple(self._deferred or ()),
+        )
 
     def _value_name(self, tensor: TensorRef | None) -> str:
         if tensor is None:

@@ -437,7 +437,7 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
-    _, name, slot = [*op.anchor.split("\n"), "", "", ""][:3]  # of the product, if an Add adds the bias
+    name, slot = [*op.anchor.split("\n"), "", ""][1:3]  # of the product, if an Add adds the bias
     if is_transposed or (op.rule and not name and bias is not None and bias_slot == BIAS_SLOT):
         gemm = DEFAULT_DOMAIN_OPS["Gemm"]
         plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
