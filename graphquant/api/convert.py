@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -170,6 +171,7 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
         quantized_runner=runner,
         outputs=matches,
     )
+    validation = replace(validation, reuses_samples=planned.reuses_samples)
     figures = () if validation.comparison is None else validation.comparison.outputs
     pairs = {output.name: output for output in planned.comparison.outputs}
     worse = []
@@ -195,18 +197,23 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
 
 
 def _with_time(report: ConversionReport, result: Result, data: bytes) -> ConversionReport:
-    """Return the report with the time of a run of the TFLite file `data`, relative to the float model's file."""
+    """Return the report with the time of a run of the TFLite file `data` on zeros, relative to the float model's."""
     if report.validation is None or model_constant_bytes(result.source) > MAX_TIMED_BYTES:
         return report
+    from graphquant.formats.tensorflow.runner import input_specs
     from graphquant.formats.tensorflow.tflite_converter import (
         convert_signatures,
         join_tflite_files,
         prepare_interpreter,
     )
 
-    float_data = join_tflite_files(convert_signatures(result.source))
-    ratio = time_in_turn(partial(prepare_interpreter, data), partial(prepare_interpreter, float_data))
-    return replace(report, time_ratio=ratio.median)
+    if any(None in (spec.shape or (None, None))[1:] for spec in input_specs(result.source)):
+        return report  # the interpreter would run with a size of 1
+    ratio = None
+    with suppress(ModelError):  # the report does without it, for example if the model fails on zeros
+        float_data = join_tflite_files(convert_signatures(result.source))
+        ratio = time_in_turn(partial(prepare_interpreter, data), partial(prepare_interpreter, float_data)).median
+    return replace(report, time_ratio=ratio)
 
 
 def _is_weight(model: Model, site: Site) -> bool:

@@ -150,7 +150,7 @@ class RepairTrace:
     plans: int = 0  # number of measured plans
     stop_reason: StopReason | None = None  # limit or error that ended the search early, or None
     problem: str = ""  # the error, or ""
-    used_holdout: bool = False  # True if the plans were measured on the hold-out, and not only the best of them
+    used_holdout: bool = False  # True if plans were measured on samples of the hold-out, and not only the best of them
 
     @property
     def met(self) -> bool:
@@ -284,6 +284,7 @@ class _Repair:
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
         self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
         self._search_meter = self._meter
+        self._used_holdout = request.calibration is None  # True if the hold-out has samples that plans are measured on
         self._steps: list[RepairStep] = []
         self._blocks: tuple[Block, ...] = ()
         self._groups: list[ScaleGroup] = []
@@ -317,7 +318,7 @@ class _Repair:
         if requested:
             self._judged = {DEFAULT_RECIPE: self._start_sqnr, self._current: self._current_sqnr}
         elif stop_reason:
-            self._judge_on_holdout()
+            self._judge_on_holdout(self._current)
 
         def rank(entry: Recipe) -> tuple[bool, float, bool]:
             """Order of recipes: those that meet the target by their cost, then the others by their SQNR."""
@@ -344,7 +345,7 @@ class _Repair:
             plans=self._plans + len(self._measured),
             stop_reason=stop_reason,
             problem=problem,
-            used_holdout=self._meter is not self._search_meter,
+            used_holdout=self._used_holdout,
         )
         plan, workspace = self._plan(recipe), self._workspace(recipe)
         names = {**dict(recipe.candidates), **dict.fromkeys(recipe.float_sites, FLOAT_CANDIDATE)}
@@ -384,7 +385,7 @@ class _Repair:
             self._take_back()
             if self._last_built[:2] != (self._current, False):
                 self._charge(self._plan_work(self._current))
-            holdout_sqnr = self._judge_on_holdout()
+            holdout_sqnr = self._judge_on_holdout(self._current)
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
             self._aim_higher(self._current_sqnr - holdout_sqnr)
@@ -401,6 +402,7 @@ class _Repair:
         request, groups = self._request, self._groups
         self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
         self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, len(self._meter.feeds))
+        self._used_holdout = True
         self._plans += len(self._measured)
         self._measured.clear()
         self._current_sqnr = self._meter.worst_sqnr(self._build(self._current, quick=False).model)
@@ -410,15 +412,15 @@ class _Repair:
             measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
             self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit)))
 
-    def _judge_on_holdout(self) -> float:
+    def _judge_on_holdout(self, recipe: Recipe) -> float:
         """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
 
         A small hold-out may have none of the samples with large errors.
         """
-        if self._current not in self._judged:
-            built = self._build(self._current, quick=False)
-            self._judged[self._current] = min(self._request.validate(built), self._search_meter.worst_sqnr(built.model))
-        return self._judged[self._current]
+        if recipe not in self._judged:
+            built = self._build(recipe, quick=False)
+            self._judged[recipe] = min(self._request.validate(built), self._search_meter.worst_sqnr(built.model))
+        return self._judged[recipe]
 
     # Plans and their quality
 
@@ -787,22 +789,25 @@ class _Repair:
 
         No work is left to measure these plans before, or the samples of the search lack the errors of the hold-out.
         """
-        request, groups = self._request, self._groups
+        target, groups = self._request.target_sqnr, self._groups
+        recipe, sqnr = self._current, self._judge_on_holdout(self._current)
+        judged = dict(self._judged)
         for _ in range(MAX_ROUNDS):
-            missing = request.target_sqnr - self._judge_on_holdout()
-            if not groups or max(self._judged.values()) >= request.target_sqnr or not math.isfinite(missing):
+            if not groups or max(self._judged.values()) >= target or not math.isfinite(sqnr):
                 break
-            on = [group for group in groups if self._current.float_sites.isdisjoint(group.sites)]
+            self._used_holdout = True
+            on = [group for group in groups if recipe.float_sites.isdisjoint(group.sites)]
             error = math.fsum(group.candidates[0].error for group in on)
-            max_error = error * 10 ** (-(missing + AIM_MARGIN_DB) / 10)
+            max_error = error * 10 ** ((sqnr - target - AIM_MARGIN_DB) / 10)
             selection = choose_selection(groups, self._block_costs(), max_error)
             if all(selection):  # nothing would be quantized
                 break
-            recipe = self._with_float_blocks(self._current, high_precision_ops(groups, selection))
-            request.budget.extend(self._plan_work(recipe))
-            self._current, targets = recipe, recipe.float_blocks
-            step = RepairStep(change=FLOAT_BLOCKS, targets=targets, sqnr=self._judge_on_holdout(), kept=False)
-            self._steps.append(step)
+            recipe = self._with_float_blocks(recipe, high_precision_ops(groups, selection))
+            sqnr = self._judge_on_holdout(recipe)  # at most three plans, whose work is not limited
+            self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
+            self._current = recipe if sqnr >= target else self._current
+        if max(self._judged.values()) < target:  # many float blocks would be no gain then
+            self._judged = judged
 
     def _try_float(self, recipe: Recipe) -> None:
         """Make a recipe with float blocks the current one if it is better."""

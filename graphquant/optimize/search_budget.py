@@ -137,7 +137,7 @@ class SearchBudget:
         amount, is_factor = float(search_time[:-1]), search_time.endswith("x")
         self.costs = costs
         self._clock = search_clock(search_time)
-        seconds = max(TIME_MARGIN * amount * elapsed, MIN_LIMIT_SECONDS) if is_factor else amount
+        seconds = max(TIME_MARGIN * amount * (START_SECONDS + elapsed), MIN_LIMIT_SECONDS) if is_factor else amount
         self._deadline = self._clock() + seconds
         self.limit = amount * (START_SECONDS + costs.calibration(samples)) if is_factor else math.inf
         self.work = START_SECONDS + costs.insert(samples, algorithms)  # nominal seconds

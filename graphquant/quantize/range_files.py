@@ -100,13 +100,15 @@ def _unique_names(model: Model, ranges: Mapping[tuple[str, str], QParams]) -> It
     numbers: dict[str, list[tuple[str, bytes, bytes]]] = defaultdict(list)
     for (_, name), params in ranges.items():
         numbers[name].append((params.type.name, params.scale.tobytes(), params.zero_point.tobytes()))
+    written = set[str]()
     for graph, name in ranges:
         is_unique = len({*numbers[name]}) == 1 and len(numbers[name]) >= counts[name]
         qualified = name if is_unique or not graph else f"{graph}/{name}"
-        if qualified != name and qualified in numbers:
+        if qualified != name and (qualified in counts or qualified in written):
             raise UsageError(
                 f"Two tensors would be called {qualified!r} in the ranges. Rename one of them in the model."
             )
+        written.add(qualified)
         yield qualified
 
 

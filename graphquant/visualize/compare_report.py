@@ -226,7 +226,8 @@ def validation_view(validation: Validation | None) -> list[RenderableType]:
     if validation.comparison is None:
         return [plain_line(f"Validation failed: {missed_bound}.", "bold red") for missed_bound in validation.failures]
     lines: list[RenderableType] = [plain_line(f"{_validation_summary(validation, validation.comparison)}.")]
-    lines += uncertainty_lines(validation.comparison)
+    if not validation.reuses_samples:  # the bounds would be wrong for samples that chose the plan
+        lines += uncertainty_lines(validation.comparison)
     missed = validation.failures
     worst_sites = validation.worst_sites[: MISSED_SHOWN if missed else WORST_SHOWN]
     if validation.quantized_share is not None:

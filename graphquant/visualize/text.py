@@ -95,7 +95,7 @@ def result_view(result: Result, *, tables: bool = True, to_tflite: bool = False)
     if result.inserted:
         runtime_lines = _runtime_lines(result)
         sections += validation_view(result.validation)
-        if result.time_ratio is not None:
+        if result.time_ratio is not None and not to_tflite:
             message = f"Time: {result.time_ratio.median:.2f} of the float model's, in ONNX Runtime on this machine."
             sections.append(plain_line(message))
         sections += runtime_lines[: None if tables else 1]
@@ -331,7 +331,7 @@ def conversion_view(
     if (ratio := conversion.time_ratio) is not None:
         lines.append(plain_line(f"Time: {ratio:.2f} of the float model's file, in TFLite on this machine."))
         if ratio > MAX_TIME_RATIO:
-            message = "warning: the file is slower than that of the float model. See docs/howto/slower.md."
+            message = "warning: the file is slower than that of the float model in TFLite. See docs/howto/slower.md."
             lines.append(plain_line(message, style="yellow"))
     lines += [plain_line(f"warning: {warning}.", "bold yellow") for warning in conversion.warnings]
     if not tables:

@@ -251,6 +251,15 @@ def test_time_beside_the_file_of_the_float_model(samples: Path, monkeypatch: pyt
     monkeypatch.setattr("graphquant.api.convert.time_in_turn", None)
     assert gq.convert_to_tflite(replace(result, validation=None), None).time_ratio is None
 
+    def fail(*_: object) -> None:  # as a gather whose ids are negative if the input is zero
+        raise ModelError("index out of bounds")
+
+    monkeypatch.setattr("graphquant.api.convert.time_in_turn", fail)
+    reused = replace(result, validation=replace(result.validation, reuses_samples=True))
+    conversion = gq.convert_to_tflite(reused, None)
+    assert conversion.time_ratio is None
+    assert conversion.validation.reuses_samples
+
 
 def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
     """Scales of exactly 2**exponent are preserved exactly."""

@@ -477,7 +477,7 @@ def test_a_short_calibration_still_allows_a_search() -> None:
     assert SearchBudget("10x", costs, 8, 0, 0.01).remaining > 8 * START_SECONDS
 
 
-@pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 28.0), ("0.5x", MIN_LIMIT_SECONDS)])
+@pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 30.0), ("0.5x", MIN_LIMIT_SECONDS)])
 def test_a_budget_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, search_time: str, seconds: float) -> None:
     """Seconds limit the time, and a factor does so with the calibration's processor time, but not below ten seconds."""
     now = 1000.0

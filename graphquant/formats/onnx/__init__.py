@@ -41,11 +41,11 @@ _NAMES_BY_MODULE = {
     ),
 }
 """Public names by the module that defines them."""
-_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULES_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """Import a function of the package's interface when it is first used."""
-    if (module := _MODULES.get(name)) is None:
+    if (module := _MODULES_BY_NAME.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -36,6 +36,7 @@ from graphquant.formats.onnx.shape_inference import (
 )
 from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
 from graphquant.ir import TensorRef, fully_known_shape
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
@@ -354,6 +355,16 @@ def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:
     return inlined_model, originals
 
 
+def _drop_partial_types(graph: Any) -> None:
+    """Remove types without known sizes of the outputs of com.microsoft's ops, which onnxruntime infers if absent."""
+    inferred = {name for node in graph.node if node.domain == MICROSOFT_DOMAIN for name in node.output}
+
+    def is_kept(info: Any) -> bool:
+        return info.name not in inferred or fully_known_shape(type_and_shape(info.type)[1]) is not None
+
+    retain_entries(graph.value_info, is_kept)
+
+
 def bind_input_shapes(model: Model, shapes: Mapping[str, Shape]) -> Model:
     """Return a copy of the model whose tensors have the shapes that follow from the given shapes of its inputs.
 
@@ -362,9 +373,9 @@ def bind_input_shapes(model: Model, shapes: Mapping[str, Shape]) -> Model:
     emission = emit_message(model, defer_weights=True)
     message = emission.message
     for graph in nested_graphs(message.graph):
-        # Declared sizes without a number, and types without sizes, would keep the inferred ones from being known.
-        retain_entries(graph.value_info, lambda info: fully_known_shape(type_and_shape(info.type)[1]) is not None)
-        for info in (*graph.output, *(graph.input if graph is not message.graph else ())):
+        # Declared sizes without a number would keep the inferred ones from being known.
+        _drop_partial_types(graph)
+        for info in (*graph.value_info, *graph.output, *(graph.input if graph is not message.graph else ())):
             if None in (type_and_shape(info.type)[1] or ()):
                 info.type.tensor_type.ClearField("shape")
     for info in message.graph.input:

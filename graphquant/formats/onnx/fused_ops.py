@@ -447,7 +447,10 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
         return [*names, op.name]
-    source = graph.add_op(new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product), inputs)
+    source_op = new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product)
+    # Its value may have another name, because names of values are unique in the model.
+    source_op = replace(source_op, name=name) if name and name not in graph else source_op
+    source = graph.add_op(source_op, inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
     replace_op(graph, replace(op, **add, **plain), [bias, source] if slot == "1" else [source, bias])
     return [*names, source.op, op.name]

@@ -232,7 +232,7 @@ class _Weight:
             suffix = suffix if read == weight else TABLE_SUFFIX
             self.constants[suffix] = self.constants.get(suffix) or self.add_packed(layout, suffix)
             inputs = [slots[0], *self.constants[suffix]]
-            # onnxruntime would add it in a BiasGelu, which takes longer.
+            # onnxruntime would join the Add of the bias and a Gelu to a BiasGelu, which takes longer.
             result, bias = self.find_bias(consumer, (layout.rows,))
             if any(bias):
                 inputs = [*inputs, *[None] * (BIAS_SLOT - len(inputs)), *bias]
@@ -253,10 +253,10 @@ class _Weight:
         _replace_product(graph, result, consumer, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
 
     def find_bias(self, product: Op, columns: Shape | None) -> tuple[Op, list[TensorRef | None]]:
-        """Return the product and its bias, or the Add of a constant of the shape `columns` to it, and that constant."""
+        """Return the op that adds the bias, the product or an Add of a constant with the shape `columns`, and it."""
         graph, bias = self.graph, [*self.graph.slots(product.name)[2:]]
         readers = graph.consumers(TensorRef(graph.name, product.name))
-        if any(bias) or len(readers) != 1 or readers[0].graph != graph.name:
+        if any(bias) or product.type != "MatMul" or len(readers) != 1 or readers[0].graph != graph.name:
             return product, bias
         add = graph.op(readers[0].op)
         if add.type == "Add":
@@ -451,7 +451,7 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
 
 def _replace_product(graph: Graph, result: Op, product: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
     """Replace a product, or the Add of its bias, by a fused op. Its anchor gets the product's name and slot there."""
-    if result is not product:
+    if result is not product and "\n" not in product.name:
         slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
         fused = replace(fused, anchor=f"{fused.anchor}\n{product.name}\n{slot}")
     replace_op(graph, fused, inputs)

@@ -58,6 +58,7 @@ PRODUCTS = {
     "Gemm without a bias": "y = Gemm(x, w)",
     "transposed Gemm": "y = Gemm<transB = 1>(x, w, b)",
     "MatMul and Add": "m = MatMul(x, w) y = Add(m, b)",
+    "transposed Gemm and Add": "m = Gemm<transB = 1>(x, w) y = Add(m, b)",
 }
 
 
@@ -421,7 +422,8 @@ def test_dynamic_products(tmp_path: Path, product: str, columns: int, rows: int,
     result = gq.insert(tmp_path / "float.onnx", rules=rules)
     message = onnx_format.emit(result.model)
     onnx.checker.check_model(message, full_check=True)
-    assert op_counts(message) == {"DynamicQuantizeMatMul": 1}
+    adds = {"Add": 1} if product == "transposed Gemm and Add" else {}
+    assert op_counts(message) == {"DynamicQuantizeMatMul": 1} | adds
     scale = read_scale(result.model)
     x = rng.standard_normal((5, columns)).astype(np.float32)
     matrix = weights["w"].T if product.startswith("transposed") else weights["w"]
@@ -509,6 +511,25 @@ def test_strip_of_an_added_bias_is_the_source(
     assert [(n.op_type, n.input[:], n.output[:]) for n in stripped.graph.node if n.op_type != "Constant"] == [
         (n.op_type, n.input[:], n.output[:]) for n in source.graph.node
     ]
+
+
+def test_strip_of_products_with_equal_names(tmp_path: Path) -> None:
+    """Products of two branches may have one name, and a product may have the name of another value."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 96)), ("b", 96))}
+    branch = "{0} = g () => (float[n, 96] {0}) {{{{ m{1} = MatMul(x, w) {0} = Add(m{1}, b) }}}}"
+    branches = ", ".join(branch.format(name, index) for index, name in enumerate(("then_branch", "else_branch")))
+    text = f"y = If (c) <{branches.format()}>"
+    message = parse(text, "float[n, 64] x, bool c", "float[n, 96] y", weights)
+    for attribute in message.graph.node[0].attribute:
+        attribute.g.node[0].name, attribute.g.node[1].name = "product", "y"
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"')
+    written = gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "fused.onnx")
+    stripped = onnx_format.emit(gq.strip(written).model)
+    for attribute in stripped.graph.node[-1].attribute:
+        nodes = [node for node in attribute.g.node if node.op_type != "Constant"]
+        assert [(node.op_type, node.name) for node in nodes] == [("MatMul", "product"), ("Add", "y")]
 
 
 def test_weight_of_two_sums(tmp_path: Path) -> None:
