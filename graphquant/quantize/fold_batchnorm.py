@@ -292,7 +292,7 @@ def _affine_statistics(
         else:
             # A value that differs along other axes, or adds one, gets an axis more, so that its shape is refused.
             is_channel = axis in {0, 1} if trailing_axes else axis >= 0
-            is_vector = is_channel and value.shape[axis] == value.size
+            is_vector = is_channel and value.shape[axis : axis + 1] == (value.size,)
             operands[op.kind] = value.reshape(-1) if is_vector else value[None]
     return [operands["mul"], operands["add"], zeros, ones]
 

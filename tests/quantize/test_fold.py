@@ -491,12 +491,13 @@ def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
         {"f": (5,), "t": (4, 1, 1)},
         {"f": (4, 1, 1), "t": (4, 5, 1)},
         {"f": (5, 1), "t": (5, 1)},
+        {"w": (4,), "f": (4,), "t": (4,)},
     ],
 )
 def test_values_along_other_axes_are_not_folded(tmp_path, shapes):
-    """A Mul and an Add along rows or columns are no BatchNorm."""
+    """A Mul and an Add along rows or columns, or behind a weight with too few axes, are no BatchNorm."""
     text = "g (X x) => (Y y) { c = Conv (x, w)\n d = Mul (c, f)\n y = Add (d, t) }"
-    model = load_image_net(tmp_path, text, random_constants(w=(4, 3, 1, 1), **shapes))
+    model = load_image_net(tmp_path, text, random_constants(**{"w": (4, 3, 1, 1), **shapes}))
     assert prepare(model, FOLD) == (model, ())
 
 
