@@ -233,12 +233,8 @@ def follow(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HO
 
 def follow_to_end(start: Node, step: Callable[[Node], Node | None], limit: int = MAX_HOPS) -> Node:
     """Return the last node of `follow`."""
-    current = start
-    for _ in range(limit):
-        if (following := step(current)) is None:
-            break
-        current = following
-    return current
+    *_, last = follow(start, step, limit)
+    return last
 
 
 def reachable(starts: Iterable[Node], successors: Callable[[Node], Iterable[Node]]) -> list[Node]:
