@@ -460,7 +460,7 @@ def needed_conversions(placement: Placement, tensor: Activation, int8_groups: se
     """Return the kernels of the conversions that a tensor needs."""
     groups = placement.groups
     if tensor.producer in int8_groups and groups[tensor.producer].quantized_output:
-        count = sum(groups[reader].dequantizations for reader in tensor.readers if reader not in int8_groups)
+        count = sum(reader not in int8_groups for reader in tensor.readers)
         return [tensor.conversion(DEQUANTIZE)] * count
     is_needed = any(reader in int8_groups for reader in tensor.readers)
     return [tensor.conversion(QUANTIZE)] if is_needed else []

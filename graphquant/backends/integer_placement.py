@@ -47,10 +47,6 @@ INT8_WORTHS, FINE_WORTHS = (1.5, 0.7, 0.4, 0.2, 0.0), (0.4, 0.2)
 """Shares of a weighted op's float time that int8 may cost in addition, in the order in which they are tried. The fine
 ones serve to be faster than float. Int8 saves energy and memory as well (see decision 0074)."""
 
-MAP_CONVERSION_FACTOR = 1.5
-"""Factor of the estimated times of conversions of feature maps. Large maps leave the cache, so that many small int8
-parts take longer than the sum of their ops: a fifth longer in a detector with many SiLUs, for which this was chosen."""
-
 TIME_RATIOS = (0.75, 0.95)
 """Estimated times of the model relative to float, the first of which decides that any worth of int8 reaches. The
 placement that keeps most in int8 is used.
@@ -82,14 +78,8 @@ class FusedOps:
     fixed: bool = False  # True if the plan decides alone: it has no shape, or is not quantized to 8 bits
     has_weight: bool = False
     is_max_pool: bool = False
-    is_silu: bool = False
     reads: list[int] = field(default_factory=list)  # indices of the tensors that it reads
     writes: list[int] = field(default_factory=list)  # indices of the tensors that it writes
-
-    @property
-    def dequantizations(self) -> int:
-        """Number of DequantizeLinears of an input. ONNX Runtime gives each float reader one of its own."""
-        return 2 if self.is_silu else 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,16 +180,14 @@ class Placement:
         graph_name, name = group.members[0]
         graph = self.model.graphs[graph_name]
         op = graph.op(name)
-        group.is_silu = op.kind == "sigmoid" and len(group.members) > 1
         group.has_weight, group.is_max_pool = op.kind in WEIGHTED_KINDS, op.kind == "max_pool"
         last = graph.op(group.members[-1][1])
         group.work = describe_work(graph, last if find_gate(graph, last) else op, self.parameters)
         data_uses = [
-            Use(graph_name, member, slot)
-            for _, member in group.members[: 2 if group.is_silu else 1]
-            for slot, tensor in enumerate(graph.slots(member))
+            Use(graph_name, name, slot)
+            for slot, tensor in enumerate(graph.slots(name))
             if tensor is not None
-            and graph.op(member).role(slot) in {"input", "weight"}
+            and op.role(slot) in {"input", "weight"}
             and graph.output(tensor).dtype in FLOAT_TYPES
             and self.model.op(tensor).kind != "dequantize"
         ]
@@ -279,7 +267,7 @@ class PlacementSearch:
         conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
         self.quantize_cost, self.dequantize_cost = (
             [
-                (MAP_CONVERSION_FACTOR if tensor.is_map else 1.0) * table.nanoseconds(tensor.conversion(name), work)
+                table.nanoseconds(tensor.conversion(name), work)
                 for tensor, work in zip(tensors, conversion_work, strict=True)
             ]
             for name in (QUANTIZE, DEQUANTIZE)
@@ -297,12 +285,11 @@ class PlacementSearch:
         self.is_int8 = [group.fixed for group in groups]
         self._rejected: set[tuple[int, ...]] = set()  # groups whose change saved no time since the last change
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
-        # as integers in int8, the number of DequantizeLinears of each group, and their time for each tensor it reads.
+        # as integers in int8, and the time of a DequantizeLinear for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
         self._integer_producers = [
             tensor.producer if groups[tensor.producer].quantized_output else None for tensor in tensors
         ]
-        self._dequantizations = [group.dequantizations for group in groups]
         self._reads = [
             [(position, self._dequantize_time(position, index)) for position in group.reads]
             for index, group in enumerate(groups)
@@ -348,7 +335,7 @@ class PlacementSearch:
 
     def _dequantize_time(self, position: int, reader: int) -> float:
         """Return the time that an int8 tensor adds to a float reader."""
-        return self._dequantizations[reader] * self.dequantize_cost[position] + self.split_cost[reader]
+        return self.dequantize_cost[position] + self.split_cost[reader]
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""

@@ -97,7 +97,7 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
     """Return the work of an op for one sample; None if no table has its kind, or if a rank is unknown."""
     gate = find_gate(graph, op)
     describe = _DESCRIPTIONS.get(GATED_KINDS[graph.op(gate).kind] if gate else op.kind)
-    if describe is None or op.domain:
+    if describe is None:
         return None
     tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
     inputs = [_assumed_sizes(parameters.shape(tensor)) for tensor in tensors]
@@ -107,8 +107,6 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
     if not inputs or inputs[0] is None or output is None:
         return None
     work = describe(op, inputs, output, [parameters.is_parameter(tensor) for tensor in tensors])
-    if work is not None and work.kernel == "silu":
-        return work._replace(split_kernels=SILU_PARTS)
     if work is None or len(output) != IMAGE_RANK:
         return work
     if work.kernel in LAYOUT_KERNELS:
@@ -119,9 +117,7 @@ def describe_work(graph: Graph, op: Op, parameters: Parameters) -> KernelWork | 
     return work._replace(float_work={**work.float_work, "reordered": reordered}) if reordered else work
 
 
-GATED_KINDS = {"sigmoid": "silu", "hard_sigmoid": "hard_swish"}  # kinds of x * gate(x), by that of the gate
-SILU_PARTS = ("sigmoid", "mul")
-"""Kernels of a float SiLU after an int8 op. ONNX Runtime does not join them, because each reads a tensor of its own."""
+GATED_KINDS = {"hard_sigmoid": "hard_swish"}  # kinds of x * gate(x), by that of the gate
 LAYOUT_KERNELS = frozenset({"hard_gate", "resize.linear"})
 """Kernels that take less time in the blocked layout of float convolutions, which apply hard gates themselves."""
 BLOCKED_KINDS = CONVOLUTION_KINDS | {"max_pool", "avg_pool", "global_avg_pool", "add", "concat", "sigmoid", "tanh"}

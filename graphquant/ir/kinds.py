@@ -46,6 +46,7 @@ KINDS = {
     "softmax": "exp(x) normalized to sum 1",
     "log_softmax": "logarithm of softmax",
     "gelu": "Gaussian error linear unit",
+    "silu": "x * sigmoid(alpha * x)",
     "hard_swish": "x * hard_sigmoid(x)",
     "softplus": "log(1 + exp(x))",
     "erf": "error function",

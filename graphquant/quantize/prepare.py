@@ -31,7 +31,7 @@ from graphquant.ir import (
 )
 from graphquant.ir.op_matching import is_barrier
 from graphquant.qdq.family import new_constant
-from graphquant.quantize import fold_batchnorm, requantize, split_fused
+from graphquant.quantize import fold_batchnorm, join_activations, requantize, split_fused
 from graphquant.quantize.preparation_undo import (
     Candidate,
     RecordedEdits,
@@ -321,6 +321,10 @@ PREPARATION_STEPS: dict[str, Preparation] = {
         purpose="a BatchNorm between a product and its quantization keeps the product in float",
         apply=fold_batchnorm.fold_batchnorm,
         find_candidates=fold_batchnorm.remaining_batchnorms,
+    ),
+    join_activations.JOIN_ACTIVATIONS_STEP: Preparation(
+        purpose="behind an op on integers, onnxruntime computes an activation in parts one by one",
+        apply=join_activations.join_activations,
     ),
 }
 """The steps by name, in the order of their application."""

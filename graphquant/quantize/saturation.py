@@ -24,7 +24,8 @@ MAX_OPS = 32  # ops below a tensor that are evaluated
 FLAT_SLOPE = 0.25  # largest slope of a constant end, as a share of the mean slope
 
 
-def _erf(x: Array) -> Array:
+def erf(x: Array) -> Array:
+    """Return the error function of each value."""
     return np.array([math.erf(value) for value in x])
 
 
@@ -32,8 +33,8 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "tanh": np.tanh,
     "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "gelu": lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2,
-    "erf": _erf,
+    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
+    "erf": erf,
     "softplus": lambda x: np.logaddexp(x, 0),
     "exp": np.exp,
     "log": np.log,
@@ -53,7 +54,7 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
 }
 """Ops that are evaluated, by kind. The tensors that other ops read must not change."""
 
-EVALUATED_KINDS = frozenset({*_UNARY, *_BINARY, *RELU_LIMITS, "clip", "hard_sigmoid"})
+EVALUATED_KINDS = frozenset({*_UNARY, *_BINARY, *RELU_LIMITS, "clip", "hard_sigmoid", "silu"})
 
 
 def limit_to_responsive(
@@ -106,7 +107,7 @@ def _evaluate_readers(
             continue
         output = None
         if use.graph == tensor.graph and len(values) < MAX_OPS:
-            output = _evaluate_op(model, parameters, model.graphs[use.graph].op(use.op), result, values)
+            output = evaluate_op(model, parameters, model.graphs[use.graph].op(use.op), result, values)
         if output is None:
             unknown[use] = source  # another operand may be evaluated later
             continue
@@ -117,7 +118,7 @@ def _evaluate_readers(
     return [] if tensor in ends else [values[end] for end in values if end in ends]
 
 
-def _evaluate_op(
+def evaluate_op(
     model: Model, parameters: Parameters, op: Op, result: TensorRef, values: Mapping[TensorRef, Array]
 ) -> Array | None:
     """Return the output of an op, None if it is not element-wise or an operand is unknown."""
@@ -131,6 +132,8 @@ def _evaluate_op(
     if op.kind == "hard_sigmoid":
         alpha, beta = (op.numeric_attr("alpha", 0.2), op.numeric_attr("beta", 0.5))
         return np.clip(alpha * first + beta, 0, 1)
+    if op.kind == "silu":
+        return np.asarray(first / (1 + np.exp(-op.numeric_attr("alpha", 1.0) * first)))
     if op.kind in _UNARY:
         return _UNARY[op.kind](first)
     return _BINARY[op.kind](first, others[0]) if op.kind in _BINARY and len(slots) == 2 else None  # noqa: PLR2004

@@ -147,7 +147,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     ),
     "gate": ("y = sigmoid|hard_gate(a)", "p = softplus(a); y = tanh(p)"),
     "gated": (
-        "y = hard_swish|gelu|Mish|Swish|QuickGelu(a)",
+        "y = hard_swish|gelu|silu|Mish(a)",
         "g = gate(a); y = mul(a, g)",
         "k = mul(a, _); g = gate(k); y = mul(a, g)",
         "b = add(a, 3); r = relu6|clip(b); p = mul(a, r); y = mul|div(p, _)",

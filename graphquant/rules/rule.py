@@ -233,7 +233,7 @@ class Rule:
 PREPARATION_NAMES = (
     "requantize",
     *("initializer-inputs", "constant-nodes", "inference-batchnorm", "split-fused", "drop-identity", "drop-dropout"),
-    "fold-batchnorm",
+    *("fold-batchnorm", "join-activations"),
 )
 """Steps before matching; `PREPARATION_STEPS` in `graphquant.quantize.prepare` describes each."""
 

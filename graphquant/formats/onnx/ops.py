@@ -28,7 +28,7 @@ OTHER_OP = OpInfo("other")
 _SIMPLE_OPS = """
     Einsum=einsum Add=add Sum=add Sub=sub Mul=mul Div=div Pow=pow Max=max Min=min Relu=relu LeakyRelu=leaky_relu
     Elu=elu Sigmoid=sigmoid HardSigmoid=hard_sigmoid Tanh=tanh Softmax=softmax LogSoftmax=log_softmax Gelu=gelu
-    HardSwish=hard_swish Softplus=softplus Erf=erf Exp=exp Log=log Sqrt=sqrt Neg=neg Abs=abs MaxPool=max_pool
+    Swish=silu HardSwish=hard_swish Softplus=softplus Erf=erf Exp=exp Log=log Sqrt=sqrt Neg=neg Abs=abs MaxPool=max_pool
     GlobalMaxPool=max_pool AveragePool=avg_pool GlobalAveragePool=global_avg_pool LRN=lrn Concat=concat
     Flatten=flatten Transpose=transpose DepthToSpace=depth_to_space SpaceToDepth=space_to_depth Cast=cast
     Shape=shape ArgMax=arg_max Scan=scan SequenceMap=loop Identity=identity RandomNormalLike=random
@@ -87,6 +87,7 @@ FUSED_OPS = {"com.microsoft": ("FusedConv", "FusedMatMul", "FusedGemm"), "com.mi
 """Ops by domain whose type without "Fused" is that of the product in them."""
 
 MICROSOFT_DOMAIN_OPS = {
+    **{name: OpInfo(kind) for name, kind in (("Gelu", "gelu"), ("FastGelu", "gelu"), ("QuickGelu", "silu"))},
     **{name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")},
     "SkipLayerNormalization": OpInfo("layernorm", ("input", *_NORM_ROLES, "bias")),
     "SkipSimplifiedLayerNormalization": OpInfo("rmsnorm", ("input", *_NORM_ROLES[:2], "bias")),
