@@ -45,7 +45,7 @@ ACTIVATIONS: Final = (
     Activation("silu", "QuickGelu", MICROSOFT_DOMAIN, lambda x, alpha: x / (1 + np.exp(-alpha * x))),
     Activation("gelu", "Gelu", MICROSOFT_DOMAIN, lambda x, _: x * (1 + erf(x / math.sqrt(2))) / 2),
     Activation(
-        "gelu",
+        "other",  # only ONNX Runtime has it
         "FastGelu",
         MICROSOFT_DOMAIN,
         lambda x, _: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,

@@ -87,7 +87,8 @@ FUSED_OPS = {"com.microsoft": ("FusedConv", "FusedMatMul", "FusedGemm"), "com.mi
 """Ops by domain whose type without "Fused" is that of the product in them."""
 
 MICROSOFT_DOMAIN_OPS = {
-    **{name: OpInfo(kind) for name, kind in (("Gelu", "gelu"), ("FastGelu", "gelu"), ("QuickGelu", "silu"))},
+    "Gelu": OpInfo("gelu"),
+    "QuickGelu": OpInfo("silu"),
     **{name: DEFAULT_DOMAIN_OPS[name] for name in ("QuantizeLinear", "DequantizeLinear")},
     "SkipLayerNormalization": OpInfo("layernorm", ("input", *_NORM_ROLES, "bias")),
     "SkipSimplifiedLayerNormalization": OpInfo("rmsnorm", ("input", *_NORM_ROLES[:2], "bias")),
