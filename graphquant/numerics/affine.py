@@ -46,7 +46,7 @@ class IntType:
     @property
     def container(self) -> str:
         """The smallest type of 4, 8, 16 or 32 bits that contains it."""
-        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
+        bits = max(4, 1 << (self.bits - 1).bit_length())
         return f"{'int' if self.signed else 'uint'}{bits}"
 
     @classmethod

@@ -373,8 +373,8 @@ def _run_per_thread(runs: Sequence[Callable[[Feeds], ObservedValues]]) -> Callab
 class SessionMode:
     """Purpose of a session, and the files that it writes."""
 
-    # True if most values are outputs, or for one of many parts. No memory pattern applies to those, so creating one
-    # would only cost time and memory. A run uses one thread, because several runs are concurrent.
+    # True if most values are outputs, or for one of many parts. No memory pattern applies to those, and values hardly
+    # reuse memory of others, so planning it would only cost time and memory. A run uses one thread, because several runs are concurrent.
     watched: bool = False
     # True to measure time: weights are packed however much memory that takes, and a run uses one thread, so that it
     # depends least on the load of the machine.
@@ -410,7 +410,7 @@ def create_session(
     options.log_severity_level = FATAL_LOG_LEVEL
     options.intra_op_num_threads = 1 if mode.watched or mode.timed else INTRA_OP_THREADS
     options.inter_op_num_threads = 1  # the order of ops, and so memory, is the same in each run
-    options.enable_mem_pattern = not mode.watched
+    options.enable_mem_pattern = options.enable_mem_reuse = not mode.watched
     options.add_session_config_entry(_SPINNING_OPTION, "0")
     if mode.profile is not None:
         options.enable_profiling = True
