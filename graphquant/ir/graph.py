@@ -607,7 +607,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, name, slot, tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
+    targets = ((name, *target) for name, edges in graph._successors.items() for target in edges.items())  # noqa: SLF001
     for source, target, edges in targets:
         unmatched_edges -= sum(isinstance(key, int) for key in edges)
         for use in (key[1] for key in edges if isinstance(key, tuple)):
