@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,7 @@ class Result(HtmlRepresentation):
         skips: Tensors that the plan or the solver skipped, with the reason.
         site_notes: Notes on sites, by tensor.
         saturated_tensors: Tensors whose ranges end where the ops that read them saturate.
-        scale_reasons: Explanations of the scale, for each of `inserted`.
+        explain_scales: Function that returns `scale_reasons`, which few callers read.
         changes: Raised scales, copied weights and added pairs, with the reason.
         conflicts: Requirements of rules that contradict each other.
         stats: Statistics of the activations, or None if no data was needed.
@@ -82,7 +83,7 @@ class Result(HtmlRepresentation):
     skips: tuple[Skip, ...]
     site_notes: Mapping[TensorRef, str] = field(default_factory=dict)
     saturated_tensors: frozenset[TensorRef] = frozenset()
-    scale_reasons: tuple[tuple[str, ...], ...] = ()
+    explain_scales: Callable[[], tuple[tuple[str, ...], ...]] = tuple
     changes: tuple[ScaleChange, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     stats: Stats | None = None
@@ -108,6 +109,11 @@ class Result(HtmlRepresentation):
         """Return error, size, time and share in int8, as far as they are known."""
         figures = import_module("graphquant.visualize.text").result_figures(self)  # in a package above this one
         return [f"{label}: {value}" for label, value in figures]
+
+    @property
+    def scale_reasons(self) -> tuple[tuple[str, ...], ...]:
+        """Explanations of the scale, for each of `inserted`."""
+        return self.explain_scales()
 
     @property
     def calibration_samples(self) -> int:
@@ -202,11 +208,7 @@ def make_result(
         skips=(*solved_plan.skips, *(built.skips[index] for index in sorted(built.skips))),
         site_notes=_notes_by_tensor(solution),
         saturated_tensors=frozenset(solved_plan.sites[index].tensor for index in solution.saturated),
-        scale_reasons=tuple(
-            explain_scale(built.edits.model, solved_plan, index, solution)
-            for index in range(len(solved_plan.sites))
-            if index in built.params
-        ),
+        explain_scales=partial(_explain_scales, built.edits.model, solution, frozenset(built.params)),
         changes=solution.changes,
         conflicts=solution.conflicts,
         stats=stats,
@@ -221,6 +223,11 @@ def make_result(
         original_model=None if any(pair.folded for pair in built.insertions) else source,
     )
     return replace(result, model=model)
+
+
+def _explain_scales(model: Model, solution: Solution, sites: Set[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the explanations of the scale of each of `sites`, positions in the plan of the solution."""
+    return tuple(explain_scale(model, solution.plan, index, solution) for index in sorted(sites))
 
 
 def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:

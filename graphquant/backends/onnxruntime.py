@@ -34,6 +34,7 @@ from graphquant.ir import (
     Parameters,
     TensorRef,
     Use,
+    paused_gc,
 )
 from graphquant.ir.op_matching import is_barrier
 from graphquant.qdq import DYNAMIC_PRODUCT, FamilyArguments, FusedForm
@@ -77,6 +78,7 @@ MAX_EXAMINED_BYTES = 1 << 29
 UNKNOWN_REJECTION_REMEDY = "if the float model loads, keep the op that the message names in float"
 
 
+@paused_gc()
 def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
     """Return how the installed ONNX Runtime runs each op that computes on floats or is an integer op by definition.
 
@@ -91,7 +93,9 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 
     optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
     verdicts = _RuntimeJudge(model, optimized).verdicts()
-    optimized.model.graphs.clear()  # graphs refer to each other, so that only a garbage collection would free them
+    # Graphs refer to each other, so that only a garbage collection would free them. It is paused until they are free,
+    # because it would examine all their objects.
+    optimized.model.graphs.clear()
     return verdicts
 
 
