@@ -20,7 +20,7 @@ from graphquant.formats.onnx.external_data import (
     DeferredWeight,
     constant_bytes,
     copy_without_weights,
-    deferred_tensor,
+    write_deferred,
 )
 from graphquant.formats.onnx.fused_ops_writer import lower_fused_ops
 from graphquant.formats.onnx.index import (
@@ -34,8 +34,8 @@ from graphquant.formats.onnx.index import (
 from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
-    constant_tensor,
     patch_node,
+    write_constant,
     write_constant_node,
     write_node,
     write_rule_metadata,
@@ -132,7 +132,9 @@ class _MessageEmitter:
     def _value_name(self, tensor: TensorRef | None) -> str:
         if tensor is None:
             return ""
-        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
+        name: str | None = self._renamed_tensors.get(tensor)
+        if name is None:
+            name = self._model.graphs[tensor.graph].op(tensor.op).outputs[tensor.port].name
         if not name:
             raise ModelError(f"{tensor} is read, but its op omits that output. Reroute its readers.")
         return name
@@ -270,21 +272,21 @@ class _MessageEmitter:
         for tensor in chain(target.initializer, (sparse.values for sparse in target.sparse_initializer)):
             op = graph.op(tensor.name)
             if op.read_value is not source.loaded_ops[op.name].read_value:
-                tensor.CopyFrom(self._create_tensor(op, op.name))
+                tensor.Clear()
+                self._write_tensor(tensor, op, op.name)
             if op.outputs[0].name != (name := self._value_name(TensorRef(graph.name, op.name))):
                 tensor.name = name
-        target.initializer.extend(
-            self._create_tensor(op, self._value_name(TensorRef(graph.name, op.name))) for op in added
-        )
-        for op in added:
+        for op in added:  # written in the message, because a tensor of its own needs more time and memory
+            self._write_tensor(target.initializer.add(), op, self._value_name(TensorRef(graph.name, op.name)))
             min_ir_version = DTYPE_IR_VERSIONS.get(op.outputs[0].dtype or "", FREE_INITIALIZERS_IR_VERSION)
             self._message.ir_version = max(self._message.ir_version, min_ir_version)
 
-    def _create_tensor(self, op: Op, name: str) -> Any:
+    def _write_tensor(self, tensor: Any, op: Op, name: str) -> None:
         if self._deferred is None or constant_bytes(op) < EXTERNAL_MIN_BYTES:
-            return constant_tensor(op, name)
+            write_constant(tensor, op, name)
+            return
         self._deferred.append(op)
-        return deferred_tensor(op, name, len(self._deferred) - 1)
+        write_deferred(tensor, op, name, len(self._deferred) - 1)
 
     def _patch_value_infos(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Update value_info: drop removed and renamed values, and add the types of new and renamed tensors."""
@@ -298,15 +300,15 @@ class _MessageEmitter:
         )
         retain_entries(target.value_info, lambda info: info.name not in stale_names)
         output_names = {info.name for info in target.output}
-        new_tensors = [
-            TensorRef(graph.name, op.name, port)
+        new_outputs = (
+            (TensorRef(graph.name, op.name, port), output)
             for op in new_ops
             if op.kind not in {"constant", "input"}
-            for port in range(len(op.outputs))
-        ]
+            for port, output in enumerate(op.outputs)
+        )
         types: dict[tuple[str, Shape], Any] = {}
-        for tensor in chain(renamed, new_tensors):
-            output, name = self._model.output(tensor), self._value_name(tensor)
+        for tensor, output in chain(((tensor, self._model.output(tensor)) for tensor in renamed), new_outputs):
+            name = self._renamed_tensors.get(tensor) or output.name
             if name not in output_names and output.dtype in DTYPE_CODES and output.shape is not None:
                 key = output.dtype, output.shape
                 if key not in types:

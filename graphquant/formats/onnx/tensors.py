@@ -6,6 +6,7 @@ Ops and their attributes are converted to NodeProtos and TensorProtos here, too.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -382,6 +383,17 @@ def constant_tensor(op: Op, name: str) -> Any:
         raise ModelError(
             f"The constant {op.name!r} cannot be written to ONNX ({error}). Use a dtype that ONNX supports."
         ) from error
+
+
+def write_constant(tensor: Any, op: Op, name: str) -> None:
+    """Write the constant `op` to an empty TensorProto; raise ModelError if ONNX cannot represent the value."""
+    value = constant_op_value(op)
+    code = DTYPE_CODES.get(value.dtype.name)
+    if code is None or value.dtype.isbuiltin != 1 or sys.byteorder != "little":  # elements are packed or swapped
+        tensor.CopyFrom(constant_tensor(op, name))
+        return
+    tensor.name, tensor.data_type, tensor.raw_data = name, code, value.tobytes()
+    tensor.dims.extend(value.shape)
 
 
 def constant_op_value(op: Op) -> Any:
