@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__
 from graphquant.analysis.range_report import Loss, activation_sqnr
@@ -74,6 +74,7 @@ class Result(HtmlRepresentation):
         strict: True if a bound that is met but not proven is a failure.
         time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.
         holdout: Samples of the validation, on which a TFLite file is validated too, or None.
+        serialized_emission: The message of a large ONNX model that was not edited since its validation, or None.
     """
 
     model: Model
@@ -99,6 +100,7 @@ class Result(HtmlRepresentation):
     strict: bool = False
     time_ratio: TimeRatio | None = None
     holdout: HoldOut | None = field(default=None, repr=False)
+    serialized_emission: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Shorten the text of long collections."""

@@ -178,7 +178,11 @@ class Range:
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape:
             raise InternalError(f"A Range has ends of the shapes {self.low.shape} and {self.high.shape}.")
-        if not _holds_everywhere((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)):
+        if self.low.ndim:
+            is_valid = bool(((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)).all())
+        else:  # comparisons of arrays are slow
+            is_valid = -math.inf < float(self.low) <= float(self.high) < math.inf
+        if not is_valid:
             raise InternalError("A Range has low > high or infinite ends. Its creator must check them.")
 
     def union(self, second: Range) -> Range:

@@ -105,6 +105,8 @@ class OnnxRunner:
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
         self._numbered: _NumberedModel | None = None
+        # The model with its message as bytes, for its file; None for a model whose message is not large.
+        self.serialized: Emission | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
         self._output_names = [info.name for info in infos]
@@ -116,6 +118,8 @@ class OnnxRunner:
     def _emission(self) -> Emission:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
+        if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
+            self.serialized = emission._replace(message=emission.message.SerializeToString())
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
