@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -227,7 +227,7 @@ def make_result(
     return replace(result, model=model)
 
 
-def _explain_scales(model: Model, solution: Solution, sites: Set[int]) -> tuple[tuple[str, ...], ...]:
+def _explain_scales(model: Model, solution: Solution, sites: frozenset[int]) -> tuple[tuple[str, ...], ...]:
     """Return the explanations of the scale of each of `sites`, positions in the plan of the solution."""
     return tuple(explain_scale(model, solution.plan, index, solution) for index in sorted(sites))
 

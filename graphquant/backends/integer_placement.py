@@ -308,9 +308,9 @@ class PlacementSearch:
             for index, group in enumerate(groups)
         ]
         self.float_time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
-        self._start()
+        self.restart()
 
-    def _start(self) -> None:
+    def restart(self) -> None:
         """Set all groups to float that the plan alone does not decide."""
         groups, tensors = self.placement.groups, self.placement.tensors
         self.time = self.float_time
@@ -333,7 +333,7 @@ class PlacementSearch:
             cost - (int8_worth * self.float_cost[index] if self.is_judged[index] and groups[index].has_weight else 0.0)
             for index, cost in enumerate(self.int8_cost)
         ]
-        search._start()
+        search.restart()
         return search
 
     def flip(self, index: int) -> None:

@@ -8,7 +8,6 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -203,9 +202,9 @@ class _RuntimeJudge:
         kernel = _integer_kernel(self.optimized.model, host_graph, host)
         if kernel or host.kind in QUANTIZATION_KINDS:
             status: RunStatus = "int8" if is_own and kernel else "fused"
-            verdict = make_verdict(graph, op, status, kernel or host.type)
-            return replace(verdict, fault=_find_fault(self.optimized.model, host_graph, host) if is_own else "")
-        return make_verdict(graph, op, "float", host.type, self._find_reason(op, host_graph, host))
+            fault = _find_fault(self.optimized.model, host_graph, host) if is_own else ""
+            return make_verdict(graph, op, status, kernel or host.type, fault=fault)
+        return make_verdict(graph, op, "float", host.type, broken_rule=self._find_reason(op, host_graph, host))
 
     def _find_reason(self, op: Op, host_graph: Graph, host: Op) -> BrokenRule:
         """Return the rule that keeps `op` in float, from the surroundings of its host."""
@@ -258,7 +257,7 @@ def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     if op.type == "QLinearConv":
         columns = (shape[0] or 0) // int(op.numeric_attr("group", 1))
     else:
-        columns = shape[0 if op.numeric_attr("transB", 0) else -1] or 0
+        columns = shape[0 if op.type == "QGemm" and op.numeric_attr("transB", 0) else -1] or 0
     rows = columns and find_wrong_product(*types, columns)
     return f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" if rows else ""
 

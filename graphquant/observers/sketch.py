@@ -68,7 +68,8 @@ class Sketch:
     @property
     def empty(self) -> bool:
         """True if a channel has no finite value."""
-        return bool((self.low > self.high).any())
+        is_empty: Array = self.low > self.high
+        return bool(is_empty.any() if is_empty.ndim else is_empty)
 
     def __eq__(self, value: object) -> bool:
         return isinstance(value, Sketch) and all(

@@ -41,10 +41,10 @@ from graphquant.numerics import (
 )
 from graphquant.qdq import QDQSite
 from graphquant.qdq.family import new_op
-from graphquant.quantize.plan import Plan, Site
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
+    from graphquant.quantize.plan import Plan, Site
     from graphquant.quantize.solver_state import Solution
 
 FRAME_KINDS = frozenset({"enter", "switch"})

@@ -378,7 +378,8 @@ class SessionMode:
     """Purpose of a session, and the files that it writes."""
 
     # True if most values are outputs, or for one of many parts. No memory pattern applies to those, and values hardly
-    # reuse memory of others, so planning it would only cost time and memory. A run uses one thread, because several runs are concurrent.
+    # reuse memory of others, so planning it would only cost time and memory. A run uses one thread, because several
+    # runs are concurrent.
     watched: bool = False
     # True to measure time: weights are packed however much memory that takes, and a run uses one thread, so that it
     # depends least on the load of the machine.
@@ -792,13 +793,13 @@ def _number_nodes(emission: Emission) -> _OpLookup:
                 callers.add(op.name)
         known.pop("", None)  # of omitted outputs
         for node in proto.node:
-            tensor = known.get(next(filter(None, node.output), ""))
-            if tensor is None:  # the emitter adds an Identity for an output that reads a constant
+            producer = known.get(next(filter(None, node.output), ""))
+            if producer is None:  # the emitter adds an Identity for an output that reads a constant
                 continue
             node.name = f"@{len(numbered)}@"
-            numbered.append(tensor)
-            if tensor.op in callers:
-                calls = {call.attr: call.graph for call in graph.op(tensor.op).calls}
+            numbered.append(producer)
+            if producer.op in callers:
+                calls = {call.attr: call.graph for call in graph.op(producer.op).calls}
                 pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
     return _OpLookup(numbered=numbered, tensors=tensors)
 
