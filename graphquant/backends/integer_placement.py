@@ -315,7 +315,6 @@ class PlacementSearch:
         groups, tensors = self.placement.groups, self.placement.tensors
         self.time = self.float_time
         self.is_int8 = [group.fixed for group in groups]
-        self._rejected: set[tuple[int, ...]] = set()  # groups whose change saved no time since the last change
         self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
@@ -371,20 +370,17 @@ class PlacementSearch:
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
-        key = tuple(sorted(indices))
-        if not key or key in self._rejected:
+        if not indices:
             return False
         before, to_int8 = self.time, not any(self.is_int8[index] for index in indices)
         for index in indices:
             self.flip(index)
         tolerance = 1e-9 * max(abs(before), 1.0)
         if self.time < before - tolerance or (to_int8 and self.time <= before + tolerance):
-            self._rejected.clear()
             return True
         for index in reversed(indices):
             self._toggle(index)
         self.time = before
-        self._rejected.add(key)
         return False
 
     def run(self) -> list[int]:
@@ -409,7 +405,6 @@ class PlacementSearch:
     def set_int8(self, indices: Iterable[int]) -> None:
         """Let exactly the groups `indices` run on integers."""
         chosen = {*indices}
-        self._rejected.clear()
         for index in self.decidable:
             if self.is_int8[index] != (index in chosen):
                 self.flip(index)

@@ -597,23 +597,17 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    ops, successors = graph._ops, graph._successors  # noqa: SLF001  # the names are checked
-    for name, op in ops.items():
+    for name, op in graph._ops.items():  # noqa: SLF001  # the names are checked
         # Case 1: the op has its name.
         if not isinstance(op, Op) or op.name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(graph.slots(name)):
-            if tensor is None:
-                continue
-            is_own = tensor.graph == graph.name
-            edge = successors[tensor.op].get(name, {}).get(slot) if is_own and tensor.op in ops else None
-            # Nearly all are valid slots of the graph itself, for which this is enough.
-            if edge is None or edge["port"] != tensor.port or tensor.port >= len(ops[tensor.op].outputs):
+            if tensor is not None:
                 _check_slot(graph, name, slot, tensor, stage)
-            unmatched_edges += is_own
+                unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((name, *target) for name, edges in successors.items() for target in edges.items())
+    targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
     for source, target, edges in targets:
         unmatched_edges -= sum(isinstance(key, int) for key in edges)
         for use in (key[1] for key in edges if isinstance(key, tuple)):
@@ -628,13 +622,14 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, name: str, slot: int, tensor: TensorRef, stage: str) -> None:
-    source_graph = graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
+    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
+    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
+    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         problem = "which does not exist or is out of scope."
     elif not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):
         problem = f"but that op has {len(source_graph.op(tensor.op).outputs)} outputs."
     else:
-        target, key = graph.edge_key(Use(graph.name, name, slot), tensor)[1:]
+        target, key = (name, slot) if is_own else graph.edge_key(Use(graph.name, name, slot), tensor)[1:]
         edge = source_graph.successors(tensor.op).get(target, {}).get(key)
         if edge is not None and edge["port"] == tensor.port:
             return

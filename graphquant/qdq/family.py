@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict, StrictFloat
@@ -15,8 +14,6 @@ from graphquant.ir import Graph, Op, Output, Parameters, Shape, TensorRef, Use
 from graphquant.numerics import Array, DynamicQParams, QParams, QType
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from graphquant.utils.option_types import RangeSource
 
 RoundingMode = Literal["half-even", "half-up"]
@@ -191,13 +188,7 @@ def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fi
 def new_constant(graph: Graph, name: str, value: Array, *, op_type: str, rule: str) -> Op:
     """Return a constant op with `value`, named `name` or the next free name."""
     fields: dict[str, Any] = {"kind": "constant", "type": op_type, "roles": (), "rule": rule}
-    return new_op(graph, name, _dtype_name(value.dtype), value.shape, read_value=value.view, **fields)
-
-
-@cache
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, which numpy computes on each access."""
-    return str(dtype)
+    return new_op(graph, name, str(value.dtype), value.shape, read_value=value.view, **fields)
 
 
 def add_constant(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -114,24 +114,16 @@ def rewrite(
             continue
         graph = changed.graphs[site.graph]
         name = names.make_name(graph, site)
+        lowering = _make_lowering(
+            model, parameters, site, params[index], name, float_weights=float_weights, integer_cache=integer_cache
+        )
         prefix = ""
         if site.scheme.range == "learned":
             original_prefix = None if site.clone_of is None else prefixes.get(site.clone_of)
             prefix = original_prefix or unique_name(name, variable_names)
             variable_names.add(prefix)
             prefixes.update(dict.fromkeys(site.uses, prefix))
-        lowering = _make_lowering(
-            model,
-            parameters,
-            site,
-            params[index],
-            float_weights=float_weights,
-            integer_cache=integer_cache,
-            name=name,
-            variable_prefix=prefix,
-            in_frame=site.graph in framed,
-            targets=plan.targets,
-        )
+        lowering = replace(lowering, in_frame=site.graph in framed, variable_prefix=prefix, targets=plan.targets)
         anchored_graphs = [changed.graphs[graph_name] for graph_name in {site.graph, *(use.graph for use in site.uses)}]
         for anchored_graph in anchored_graphs:
             anchored_graph.anchor = str(site.tensor)  # recorded in the ops that are added
@@ -196,15 +188,12 @@ def _make_lowering(
     parameters: Parameters,
     site: Site,
     params: QParams | DynamicQParams,
+    name: str,
     *,
     float_weights: bool,
     integer_cache: IntegerCache | None,
-    **fields: Any,
 ) -> QDQSite:
-    """Return the ops that the site's family makes, with further fields of `QDQSite`.
-
-    The weight is read here, once, and only if it is needed.
-    """
+    """Return the ops that the site's family makes. The weight is read here, once, and only if it is needed."""
     shape: Shape | None = model.output(site.tensor).shape
     folding = site.parameter and not float_weights and site.family.stores_integer_weights
     stored = _find_stored_constant(model, parameters, site.tensor) if folding else None
@@ -245,6 +234,7 @@ def _make_lowering(
         reuse_integers = partial(integer_cache.get_or_compute, stored[0], params)
     return QDQSite(
         tensor=site.tensor,
+        name=name,
         params=params,
         rule=site.rule,
         read_value=folded,
@@ -257,7 +247,6 @@ def _make_lowering(
         rounding_mode=site.scheme.round,
         args=site.scheme.args,
         opset=model.opset,
-        **fields,
     )
 
 

@@ -20,7 +20,7 @@ from graphquant.formats.onnx.external_data import (
     DeferredWeight,
     constant_bytes,
     copy_without_weights,
-    write_deferred,
+    deferred_tensor,
 )
 from graphquant.formats.onnx.fused_ops_writer import lower_fused_ops
 from graphquant.formats.onnx.index import (
@@ -34,8 +34,8 @@ from graphquant.formats.onnx.index import (
 from graphquant.formats.onnx.tensors import (
     DEFAULT_DOMAINS,
     DTYPE_CODES,
+    constant_tensor,
     patch_node,
-    write_constant,
     write_constant_node,
     write_node,
     write_rule_metadata,
@@ -272,21 +272,21 @@ class _MessageEmitter:
         for tensor in chain(target.initializer, (sparse.values for sparse in target.sparse_initializer)):
             op = graph.op(tensor.name)
             if op.read_value is not source.loaded_ops[op.name].read_value:
-                tensor.Clear()
-                self._write_tensor(tensor, op, op.name)
+                tensor.CopyFrom(self._create_tensor(op, op.name))
             if op.outputs[0].name != (name := self._value_name(TensorRef(graph.name, op.name))):
                 tensor.name = name
-        for op in added:  # written in the message, because a tensor of its own needs more time and memory
-            self._write_tensor(target.initializer.add(), op, self._value_name(TensorRef(graph.name, op.name)))
+        target.initializer.extend(
+            self._create_tensor(op, self._value_name(TensorRef(graph.name, op.name))) for op in added
+        )
+        for op in added:
             min_ir_version = DTYPE_IR_VERSIONS.get(op.outputs[0].dtype or "", FREE_INITIALIZERS_IR_VERSION)
             self._message.ir_version = max(self._message.ir_version, min_ir_version)
 
-    def _write_tensor(self, tensor: Any, op: Op, name: str) -> None:
+    def _create_tensor(self, op: Op, name: str) -> Any:
         if self._deferred is None or constant_bytes(op) < EXTERNAL_MIN_BYTES:
-            write_constant(tensor, op, name)
-            return
+            return constant_tensor(op, name)
         self._deferred.append(op)
-        write_deferred(tensor, op, name, len(self._deferred) - 1)
+        return deferred_tensor(op, name, len(self._deferred) - 1)
 
     def _patch_value_infos(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Update value_info: drop removed and renamed values, and add the types of new and renamed tensors."""

@@ -108,13 +108,14 @@ def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, A
         target.external_data.add(key=key, value=str(entry_value))
 
 
-def write_deferred(tensor: Any, op: Op, name: str, index: int) -> None:
-    """Write a constant without its value to an empty TensorProto, to be filled with the deferred weight at `index`."""
+def deferred_tensor(op: Op, name: str, index: int) -> Any:
+    """Return the TensorProto of a constant without its value, to be filled with the deferred weight at `index`."""
     output = op.outputs[0]
-    tensor.name, tensor.data_type = name, DTYPE_CODES[output.dtype or ""]
-    tensor.dims.extend(size or 0 for size in output.shape or ())
+    dims = [size or 0 for size in output.shape or ()]
+    tensor = TensorProto(name=name, data_type=DTYPE_CODES[output.dtype or ""], dims=dims)
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key=_DEFERRED_KEY, value=str(index))
+    return tensor
 
 
 def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:

@@ -6,10 +6,9 @@ Ops and their attributes are converted to NodeProtos and TensorProtos here, too.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
@@ -383,23 +382,6 @@ def constant_tensor(op: Op, name: str) -> Any:
         raise ModelError(
             f"The constant {op.name!r} cannot be written to ONNX ({error}). Use a dtype that ONNX supports."
         ) from error
-
-
-def write_constant(tensor: Any, op: Op, name: str) -> None:
-    """Write the constant `op` to an empty TensorProto; raise ModelError if ONNX cannot represent the value."""
-    value = constant_op_value(op)
-    code = _dtype_code(value.dtype)
-    if code is None or value.dtype.isbuiltin != 1 or sys.byteorder != "little":  # elements are packed or swapped
-        tensor.CopyFrom(constant_tensor(op, name))
-        return
-    tensor.name, tensor.data_type, tensor.raw_data = name, code, value.tobytes()
-    tensor.dims.extend(value.shape)
-
-
-@cache
-def _dtype_code(dtype: np.dtype[Any]) -> int | None:
-    """Return the code of a dtype, None if ONNX has none; numpy computes its name on each access."""
-    return DTYPE_CODES.get(dtype.name)
 
 
 def constant_op_value(op: Op) -> Any:
