@@ -220,8 +220,17 @@ def _is_model_of(model_format: str, path: Path) -> bool:
 
 
 @checks_types
-def save(model: Model, path: str | Path, *, force: bool = False, progress: Progress | None = None) -> Path:
+def save(
+    model: Model,
+    path: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    serialized_emission: Any = None,
+) -> Path:
     """Write `model` to `path` atomically and return the path. `progress` receives the megabytes of a weights file.
+
+    A `Result` may have the `serialized_emission` of its model, which takes less time than to emit the model again.
 
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix
@@ -239,7 +248,8 @@ def save(model: Model, path: str | Path, *, force: bool = False, progress: Progr
     with lock_output(destination):
         # Again, because another process may have written it since.
         check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
-        formats.format_module(model.format).save(model, destination, progress)
+        known = {} if serialized_emission is None else {"serialized_emission": serialized_emission}
+        formats.format_module(model.format).save(model, destination, progress, **known)
     return destination
 
 

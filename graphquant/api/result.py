@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__
 from graphquant.analysis.range_report import Loss, activation_sqnr
@@ -57,7 +58,7 @@ class Result(HtmlRepresentation):
         skips: Tensors that the plan or the solver skipped, with the reason.
         site_notes: Notes on sites, by tensor.
         saturated_tensors: Tensors whose ranges end where the ops that read them saturate.
-        scale_reasons: Explanations of the scale, for each of `inserted`.
+        explain_scales: Function that returns `scale_reasons`, which few callers read.
         changes: Raised scales, copied weights and added pairs, with the reason.
         conflicts: Requirements of rules that contradict each other.
         stats: Statistics of the activations, or None if no data was needed.
@@ -73,6 +74,7 @@ class Result(HtmlRepresentation):
         strict: True if a bound that is met but not proven is a failure.
         time_ratio: Time of a run relative to the float model on this machine, or None if it was not measured.
         holdout: Samples of the validation, on which a TFLite file is validated too, or None.
+        serialized_emission: The message of a large ONNX model that was not edited since its validation, or None.
     """
 
     model: Model
@@ -82,7 +84,7 @@ class Result(HtmlRepresentation):
     skips: tuple[Skip, ...]
     site_notes: Mapping[TensorRef, str] = field(default_factory=dict)
     saturated_tensors: frozenset[TensorRef] = frozenset()
-    scale_reasons: tuple[tuple[str, ...], ...] = ()
+    explain_scales: Callable[[], tuple[tuple[str, ...], ...]] = tuple
     changes: tuple[ScaleChange, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     stats: Stats | None = None
@@ -98,6 +100,7 @@ class Result(HtmlRepresentation):
     strict: bool = False
     time_ratio: TimeRatio | None = None
     holdout: HoldOut | None = field(default=None, repr=False)
+    serialized_emission: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Shorten the text of long collections."""
@@ -108,6 +111,11 @@ class Result(HtmlRepresentation):
         """Return error, size, time and share in int8, as far as they are known."""
         figures = import_module("graphquant.visualize.text").result_figures(self)  # in a package above this one
         return [f"{label}: {value}" for label, value in figures]
+
+    @property
+    def scale_reasons(self) -> tuple[tuple[str, ...], ...]:
+        """Explanations of the scale, for each of `inserted`."""
+        return self.explain_scales()
 
     @property
     def calibration_samples(self) -> int:
@@ -202,11 +210,7 @@ def make_result(
         skips=(*solved_plan.skips, *(built.skips[index] for index in sorted(built.skips))),
         site_notes=_notes_by_tensor(solution),
         saturated_tensors=frozenset(solved_plan.sites[index].tensor for index in solution.saturated),
-        scale_reasons=tuple(
-            explain_scale(built.edits.model, solved_plan, index, solution)
-            for index in range(len(solved_plan.sites))
-            if index in built.params
-        ),
+        explain_scales=partial(_explain_scales, built.edits.model, solution, frozenset(built.params)),
         changes=solution.changes,
         conflicts=solution.conflicts,
         stats=stats,
@@ -221,6 +225,11 @@ def make_result(
         original_model=None if any(pair.folded for pair in built.insertions) else source,
     )
     return replace(result, model=model)
+
+
+def _explain_scales(model: Model, solution: Solution, sites: frozenset[int]) -> tuple[tuple[str, ...], ...]:
+    """Return the explanations of the scale of each of `sites`, positions in the plan of the solution."""
+    return tuple(explain_scale(model, solution.plan, index, solution) for index in sorted(sites))
 
 
 def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:

@@ -8,7 +8,6 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,6 +33,7 @@ from graphquant.ir import (
     Parameters,
     TensorRef,
     Use,
+    paused_gc,
 )
 from graphquant.ir.op_matching import is_barrier
 from graphquant.qdq import DYNAMIC_PRODUCT, FamilyArguments, FusedForm
@@ -77,6 +77,7 @@ MAX_EXAMINED_BYTES = 1 << 29
 UNKNOWN_REJECTION_REMEDY = "if the float model loads, keep the op that the message names in float"
 
 
+@paused_gc()
 def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
     """Return how the installed ONNX Runtime runs each op that computes on floats or is an integer op by definition.
 
@@ -91,7 +92,9 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 
     optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
     verdicts = _RuntimeJudge(model, optimized).verdicts()
-    optimized.model.graphs.clear()  # graphs refer to each other, so that only a garbage collection would free them
+    # Graphs refer to each other, so that only a garbage collection would free them. It is paused until they are free,
+    # because it would examine all their objects.
+    optimized.model.graphs.clear()
     return verdicts
 
 
@@ -199,9 +202,9 @@ class _RuntimeJudge:
         kernel = _integer_kernel(self.optimized.model, host_graph, host)
         if kernel or host.kind in QUANTIZATION_KINDS:
             status: RunStatus = "int8" if is_own and kernel else "fused"
-            verdict = make_verdict(graph, op, status, kernel or host.type)
-            return replace(verdict, fault=_find_fault(self.optimized.model, host_graph, host) if is_own else "")
-        return make_verdict(graph, op, "float", host.type, self._find_reason(op, host_graph, host))
+            fault = _find_fault(self.optimized.model, host_graph, host) if is_own else ""
+            return make_verdict(graph, op, status, kernel or host.type, fault=fault)
+        return make_verdict(graph, op, "float", host.type, broken_rule=self._find_reason(op, host_graph, host))
 
     def _find_reason(self, op: Op, host_graph: Graph, host: Op) -> BrokenRule:
         """Return the rule that keeps `op` in float, from the surroundings of its host."""
@@ -254,7 +257,7 @@ def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     if op.type == "QLinearConv":
         columns = (shape[0] or 0) // int(op.numeric_attr("group", 1))
     else:
-        columns = shape[0 if op.numeric_attr("transB", 0) else -1] or 0
+        columns = shape[0 if op.type == "QGemm" and op.numeric_attr("transB", 0) else -1] or 0
     rows = columns and find_wrong_product(*types, columns)
     return f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" if rows else ""
 

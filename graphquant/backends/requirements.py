@@ -232,7 +232,7 @@ class _TablePredictor:
         if (requirements := self.table.rows.get(op.kind)) is None:
             message = f"{self.table.name} has no integer kernel for {op.type}"
             no_kernel_rule = BrokenRule("no-kernel", message, "keep it in float, and quantize only the ops around it")
-            return make_verdict(graph, op, "float", op.type, no_kernel_rule)
+            return make_verdict(graph, op, "float", op.type, broken_rule=no_kernel_rule)
         quantize_ops, float_uses = self.quantizations.outputs(graph, tail)
         context = OpContext(
             op=op,
@@ -248,7 +248,7 @@ class _TablePredictor:
             self.fused_into[graph.name, op.name] = branch
             return make_verdict(graph, op, "int8", f"{op.type} on integers")
         if broken_rule is not None:
-            return make_verdict(graph, op, "float", op.type, broken_rule)
+            return make_verdict(graph, op, "float", op.type, broken_rule=broken_rule)
         note = self.table.notes[op.kind](context) if op.kind in self.table.notes else ""
         return make_verdict(graph, op, "int8", f"{op.type} on integers", note=note)
 
@@ -290,7 +290,7 @@ class _TablePredictor:
         host_verdict = by_op[graph.name, host_name]
         if host_verdict.status == "int8":
             return make_verdict(graph, op, "fused", host_verdict.runs_as)
-        return make_verdict(graph, op, "float", op.type, host_verdict.broken_rule)
+        return make_verdict(graph, op, "float", op.type, broken_rule=host_verdict.broken_rule)
 
 
 def require_quantized_inputs(context: OpContext) -> BrokenRule | None:

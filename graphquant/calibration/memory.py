@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from graphquant.ir import LOOP_KINDS, Model, Op, TensorRef
+from graphquant.ir import LOOP_KINDS, Graph, Model, Op, TensorRef
 
 if TYPE_CHECKING:
     from graphquant.formats import Feeds, Runner
@@ -44,11 +44,7 @@ class RunFootprint(NamedTuple):
 
 def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint:
     """Estimate the block size and memory footprint of `model`."""
-    element_counts = [
-        size
-        for graph, op in model.reachable_ops()
-        for size in _output_element_counts(op, graph.consumers_by_port(op.name))
-    ]
+    element_counts = [size for graph, op in model.reachable_ops() for size in _output_element_counts(graph, op)]
     repeated = not model.op_kinds().isdisjoint(REPEATED_KINDS)
     total_elements = None if None in element_counts or repeated else sum(size or 0 for size in element_counts)
     block_size = DEFAULT_BLOCK_SIZE
@@ -57,11 +53,15 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
     return RunFootprint(block_size=block_size, elements_per_sample=total_elements, join_samples=batch_independent)
 
 
-def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | None]:
-    """Return the elements per sample of the outputs `read_ports`. A first axis of unknown size counts samples."""
+def _output_element_counts(graph: Graph, op: Op) -> list[int | None]:
+    """Return the elements per sample of the outputs that are read. A first axis of unknown size counts samples."""
     element_counts: list[int | None] = []
+    if op.kind in {"constant", "variable", "output"}:
+        return element_counts
+    edges = (edge for targets in graph.successors(op.name).values() for edge in targets.values())
+    read_ports = {edge["port"] for edge in edges if "port" in edge}  # those of control edges have none
     for port, output in enumerate(op.outputs):
-        if port not in read_ports or op.kind in {"constant", "variable", "output"}:
+        if port not in read_ports:
             continue
         size = output.elements_per_sample
         element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)

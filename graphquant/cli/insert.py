@@ -220,7 +220,7 @@ def _write_result(
         from graphquant.api.models import save
 
         with progress_bar() as progress:
-            save(result.model, target, force=force, progress=progress)
+            save(result.model, target, force=force, progress=progress, serialized_emission=result.serialized_emission)
     if target is not None:
         remember_output(target)
     if report is not None:

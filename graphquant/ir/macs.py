@@ -140,7 +140,9 @@ def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
 
 
 def _operand_with_role(graph: Graph, op: Op, role: str) -> TensorRef | None:
-    return next((tensor for slot, tensor in enumerate(graph.slots(op.name)) if op.role(slot) == role), None)
+    roles, slots = op.roles or ("input",), graph.slots(op.name)
+    slot = roles.index(role) if role in roles else len(slots)
+    return slots[slot] if slot < len(slots) else None
 
 
 def _macs_per_element(graph: Graph, op: Op, parameters: Parameters, sizes: Mapping[TensorRef, int]) -> float | None:

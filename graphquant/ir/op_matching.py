@@ -63,8 +63,10 @@ def is_inserted(op: Op) -> bool:
 
 def is_barrier(graph: Graph, op: Op) -> bool:
     """Return True for a Clip without limits. `rewrite` adds it to keep optimizations away from a float op."""
+    if op.type != "Clip":  # nearly all
+        return False
     operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
-    return op.type == "Clip" and len(operands) == 1 and op.attrs.keys().isdisjoint({"min", "max"})
+    return len(operands) == 1 and op.attrs.keys().isdisjoint({"min", "max"})
 
 
 def unquantized_source(model: Model, tensor: TensorRef, *, only_helpers: bool = False) -> TensorRef:

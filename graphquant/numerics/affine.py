@@ -46,7 +46,7 @@ class IntType:
     @property
     def container(self) -> str:
         """The smallest type of 4, 8, 16 or 32 bits that contains it."""
-        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
+        bits = max(4, 1 << (self.bits - 1).bit_length())
         return f"{'int' if self.signed else 'uint'}{bits}"
 
     @classmethod
@@ -161,9 +161,9 @@ SMALL_BITS = 4
 """Widest type for which int8 holds zero points, and their sums and differences with limits of the type."""
 
 
-def _holds_everywhere(condition: Array) -> bool:
+def _holds_everywhere(condition: Array | bool) -> bool:
     """Return True if a condition is true everywhere. That of a scalar is not reduced, which is slow."""
-    return bool(condition.all() if condition.ndim else condition)
+    return bool(condition.all() if isinstance(condition, np.ndarray) else condition)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +178,9 @@ class Range:
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape:
             raise InternalError(f"A Range has ends of the shapes {self.low.shape} and {self.high.shape}.")
-        if not _holds_everywhere((-np.inf < self.low) & (self.low <= self.high) & (self.high < np.inf)):
+        # Python compares floats faster than numpy compares arrays without axes.
+        low, high = (self.low, self.high) if self.low.ndim else (float(self.low), float(self.high))
+        if not _holds_everywhere((-np.inf < low) & (low <= high) & (high < np.inf)):
             raise InternalError("A Range has low > high or infinite ends. Its creator must check them.")
 
     def union(self, second: Range) -> Range:

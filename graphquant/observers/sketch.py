@@ -68,7 +68,8 @@ class Sketch:
     @property
     def empty(self) -> bool:
         """True if a channel has no finite value."""
-        return bool((self.low > self.high).any())
+        is_empty: Array = self.low > self.high
+        return bool(is_empty.any() if is_empty.ndim else is_empty)
 
     def __eq__(self, value: object) -> bool:
         return isinstance(value, Sketch) and all(
@@ -144,11 +145,12 @@ def coarsen_histogram(sketch: Sketch, bits: int) -> Sketch:
 def merge_bins(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
     """Merge bins, counts and sums of several sets. Returns each bin once, ascending, with its total count and sum."""
     bins, counts, sums = map(np.concatenate, zip(*parts, strict=True))
-    unique_bins, bin_index = np.unique(bins, return_inverse=True)
-    all_counts, all_sums = np.zeros(unique_bins.size, np.int64), np.zeros(unique_bins.size, np.uint64)
-    np.add.at(all_counts, bin_index, counts)
-    np.add.at(all_sums, bin_index, sums)
-    return unique_bins, all_counts, all_sums
+    order = bins.argsort()
+    bins, is_first = bins[order], np.ones(bins.size, bool)
+    is_first[1:] = bins[1:] != bins[:-1]
+    starts = np.flatnonzero(is_first)
+    all_counts = np.add.reduceat(counts[order], starts, dtype=np.int64)
+    return bins[starts], all_counts, np.add.reduceat(sums[order], starts, dtype=np.uint64)
 
 
 def bin_means(sketch: Sketch) -> Array:
@@ -357,7 +359,9 @@ class SketchAccumulator:
     def to_sketch(self) -> Sketch:
         """Return the statistics of all values. An open block is not counted as a block."""
         low, high = self._overall_limits()
-        sketch = Sketch(
+        bits = 0 if self._histogram is None else self._histogram.bits
+        histogram = () if self._histogram is None else self._histogram.bins()
+        return Sketch(
             low=low,
             high=high,
             count=self._count,
@@ -367,11 +371,9 @@ class SketchAccumulator:
             blocks=self._blocks,
             low_sum=self._low_sum,
             high_sum=self._high_sum,
+            bits=bits,
+            **dict(zip(("bins", "counts", "sums"), histogram, strict=False)),
         )
-        if self._histogram is None:
-            return sketch
-        bins, counts, sums = self._histogram.bins()
-        return replace(sketch, bits=self._histogram.bits, bins=bins, counts=counts, sums=sums)
 
 
 def add_all(batches: Iterable[tuple[SketchAccumulator, list[Array]]]) -> None:

@@ -228,7 +228,8 @@ def _scheme_to_json(scheme: Scheme, label: str) -> dict[str, Any]:
 
 def _reference_to_json(reference: TensorRef | Use) -> dict[str, Any]:
     """Return the fields of a reference, without the name of the main graph."""
-    return {key: value for key, value in reference._asdict().items() if key != "graph" or value}
+    fields = dict(zip(reference._fields, reference, strict=True))
+    return fields if reference.graph else {key: value for key, value in fields.items() if key != "graph"}
 
 
 def read_plan(path: Path) -> Plan:

@@ -41,10 +41,10 @@ from graphquant.numerics import (
 )
 from graphquant.qdq import QDQSite
 from graphquant.qdq.family import new_op
-from graphquant.quantize.plan import Plan, Site, check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
+    from graphquant.quantize.plan import Plan, Site
     from graphquant.quantize.solver_state import Solution
 
 FRAME_KINDS = frozenset({"enter", "switch"})
@@ -98,10 +98,9 @@ def rewrite(
     """Return a copy of `model` in which every site of `plan` with params is quantized and dequantized.
 
     `params` are by site position. `float_weights` keeps weights in float with a whole Q/DQ pair instead of storing
-    integers. Without an `integer_cache`, a weight is quantized again on each access. Raises a UsageError if the plan
-    does not fit the model.
+    integers. Without an `integer_cache`, a weight is quantized again on each access. The plan is that of a solution,
+    which was checked. Raises a UsageError if an op cannot have its params.
     """
-    check_plan(model, plan)
     changed = model.copy()
     parameters = Parameters(model)
     names = _InsertedOpNames(plan, params)

@@ -207,7 +207,9 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
             lows, highs = zip(*((channel.low, channel.high) for channel in ranges), strict=True)
             value_range = Range(np.array(lows), np.array(highs))
     if site.axis is None:
-        value_range = _limit_range(state, index, Range(value_range.low.min(), value_range.high.max()))
+        if value_range.low.ndim:
+            value_range = Range(value_range.low.min(), value_range.high.max())
+        value_range = _limit_range(state, index, value_range)
     elif value_range.low.ndim == 0 or site.scheme.block_size is not None:
         shape = _scale_shape(state, site, site.axis)
         expand = np.reshape if value_range.low.ndim else np.broadcast_to

@@ -187,19 +187,16 @@ def test_optimum(tmp_path, seed):
     assert search.time <= 1.04 * min(times)
 
 
-def test_rejected_changes_are_tried_once(tmp_path, monkeypatch):
-    """A change that saved no time is not computed again before another one is made."""
+def test_a_settled_placement_is_not_tried_again(tmp_path, monkeypatch):
+    """The search from all float does not repeat the changes that saved no time in the search from all int8."""
     _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
-    search = PlacementSearch(Placement(prepared, plan), cost_table(1000.0, conv_dense=0.5, conv_pointwise=0.25))
-    first, second = search.decidable[:2]
-    flipped = []
-    flip = search.flip
-    monkeypatch.setattr(search, "flip", lambda index: flipped.append(index) or flip(index))
-    assert not any(search.try_flips(indices) for indices in ([first, second], [second, first], [first], [first]))
-    assert flipped == [first, second, first]
-    search.set_int8([])
-    assert not search.try_flips([first])
-    assert flipped == [first, second, first, first]
+    search = PlacementSearch(Placement(prepared, plan), cost_table(1.0, conv_dense=0.5, conv_pointwise=0.25))
+    tried = []
+    try_flips = search.try_flips
+    monkeypatch.setattr(search, "try_flips", lambda indices: tried.append((*indices,)) or try_flips(indices))
+    groups = search.run()
+    assert groups == search.decidable
+    assert [indices for indices in tried if indices == (groups[0],)] == [(groups[0],)]
 
 
 def test_time_of_work(tmp_path, monkeypatch):

@@ -79,11 +79,10 @@ def branched_model(tmp_path):
     ],
 )
 def test_invalid_sites(branched_model, site, said):
-    """Each mistake is a UsageError of solve and of rewrite that names the tensor."""
+    """Each mistake is a UsageError of solve that names the tensor."""
     for act in (
         lambda: check_plan(branched_model, make_plan(site)),
         lambda: solve_scales(branched_model, make_plan(site), {}),
-        lambda: rewrite(branched_model, make_plan(site), {}),
     ):
         with pytest.raises(UsageError) as raised:
             act()

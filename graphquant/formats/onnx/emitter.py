@@ -132,7 +132,9 @@ class _MessageEmitter:
     def _value_name(self, tensor: TensorRef | None) -> str:
         if tensor is None:
             return ""
-        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
+        name: str | None = self._renamed_tensors.get(tensor)
+        if name is None:
+            name = self._model.graphs[tensor.graph].op(tensor.op).outputs[tensor.port].name
         if not name:
             raise ModelError(f"{tensor} is read, but its op omits that output. Reroute its readers.")
         return name
@@ -298,15 +300,15 @@ class _MessageEmitter:
         )
         retain_entries(target.value_info, lambda info: info.name not in stale_names)
         output_names = {info.name for info in target.output}
-        new_tensors = [
-            TensorRef(graph.name, op.name, port)
+        new_outputs = (
+            (TensorRef(graph.name, op.name, port), output)
             for op in new_ops
             if op.kind not in {"constant", "input"}
-            for port in range(len(op.outputs))
-        ]
+            for port, output in enumerate(op.outputs)
+        )
         types: dict[tuple[str, Shape], Any] = {}
-        for tensor in chain(renamed, new_tensors):
-            output, name = self._model.output(tensor), self._value_name(tensor)
+        for tensor, output in chain(((tensor, self._model.output(tensor)) for tensor in renamed), new_outputs):
+            name = self._renamed_tensors.get(tensor) or output.name
             if name not in output_names and output.dtype in DTYPE_CODES and output.shape is not None:
                 key = output.dtype, output.shape
                 if key not in types:

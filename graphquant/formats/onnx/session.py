@@ -105,6 +105,8 @@ class OnnxRunner:
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
         self._numbered: _NumberedModel | None = None
+        # The model with its message as bytes, for its file; None for a model whose message is not large.
+        self.serialized: Emission | None = None
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
         self._output_names = [info.name for info in infos]
@@ -116,6 +118,8 @@ class OnnxRunner:
     def _emission(self) -> Emission:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
+        if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
+            self.serialized = emission._replace(message=emission.message.SerializeToString())
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
@@ -373,8 +377,9 @@ def _run_per_thread(runs: Sequence[Callable[[Feeds], ObservedValues]]) -> Callab
 class SessionMode:
     """Purpose of a session, and the files that it writes."""
 
-    # True if most values are outputs, or for one of many parts. No memory pattern applies to those, so creating one
-    # would only cost time and memory. A run uses one thread, because several runs are concurrent.
+    # True if most values are outputs, or for one of many parts. No memory pattern applies to those, and values hardly
+    # reuse memory of others, so planning it would only cost time and memory. A run uses one thread, because several
+    # runs are concurrent.
     watched: bool = False
     # True to measure time: weights are packed however much memory that takes, and a run uses one thread, so that it
     # depends least on the load of the machine.
@@ -410,7 +415,7 @@ def create_session(
     options.log_severity_level = FATAL_LOG_LEVEL
     options.intra_op_num_threads = 1 if mode.watched or mode.timed else INTRA_OP_THREADS
     options.inter_op_num_threads = 1  # the order of ops, and so memory, is the same in each run
-    options.enable_mem_pattern = not mode.watched
+    options.enable_mem_pattern = options.enable_mem_reuse = not mode.watched
     options.add_session_config_entry(_SPINNING_OPTION, "0")
     if mode.profile is not None:
         options.enable_profiling = True
@@ -777,21 +782,24 @@ def _number_nodes(emission: Emission) -> _OpLookup:
     functions = [name for name, graph in model.graphs.items() if graph.is_function]
     pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
     for name, proto in pending:  # grows while bodies are visited
-        graph, known = model.graphs[name], tensors.setdefault(name, {})
+        graph, known, callers = model.graphs[name], tensors.setdefault(name, {}), set[str]()
         for op in graph.ops():
             if op.kind == "constant" and not name and op.name == op.outputs[0].name:
                 continue  # its value has the same name after optimizations, and there are many
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
                 known[emission.renamed_tensors.get(tensor) or output.name] = tensor
+            if op.calls:
+                callers.add(op.name)
+        known.pop("", None)  # of omitted outputs
         for node in proto.node:
-            value = next(filter(None, node.output), "")
-            if value not in known or not value:  # the emitter adds an Identity for an output that reads a constant
+            producer = known.get(next(filter(None, node.output), ""))
+            if producer is None:  # the emitter adds an Identity for an output that reads a constant
                 continue
             node.name = f"@{len(numbered)}@"
-            numbered.append(known[value])
-            calls = {call.attr: call.graph for call in graph.op(known[value].op).calls}
-            if calls:
+            numbered.append(producer)
+            if producer.op in callers:
+                calls = {call.attr: call.graph for call in graph.op(producer.op).calls}
                 pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
     return _OpLookup(numbered=numbered, tensors=tensors)
 

@@ -73,6 +73,9 @@ _VALUE_PROPAGATED_OPS = frozenset(
 )
 """Ops for which onnx propagates the values of vectors, and so creates an object for each element they read."""
 
+_VALUE_OPS = _VALUE_PROPAGATED_OPS | _GROWING_OPS | {"Shape"}
+"""Ops that create or pass on values which onnx propagates."""
+
 _SHAPE_ARITHMETIC = _VALUE_PROPAGATED_OPS | {
     *("Ceil", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor", "Max", "Min", "Mod", "Neg", "Pow"),
     *("Range", "ReduceProd", "Reshape", "Shape", "Sqrt", "Tile", "Transpose", "Where"),
@@ -139,8 +142,12 @@ def reveal_safe_nodes(typed_message: Any) -> bool:
 
 
 def hide_costly_nodes(typed_message: Any) -> bool:
-    """Hide nodes for which onnx must not propagate values; return True if vectors are short enough to propagate any."""
+    """Hide nodes for which onnx must not propagate values.
+
+    Return True if nodes compute integers that onnx can propagate, and all vectors are short enough.
+    """
     total_length = read_elements = 0
+    computes_integers = False
     long_readers: list[Any] = []
     for graph in (graph for root in [typed_message.graph, *typed_message.functions] for graph in nested_graphs(root)):
         types = dict(_declared_types(graph))
@@ -149,21 +156,22 @@ def hide_costly_nodes(typed_message: Any) -> bool:
         may_be_integers = {name for name, code in codes.items() if not code or code in INTEGER_TYPES}
         total_length += sum(vectors[name] or 0 for name in may_be_integers)
         for node in graph.node:
+            op_type = node.op_type
+            if op_type not in _VALUE_OPS:
+                continue
             output_name = next(iter(node.output), "")
-            if (
-                node.op_type in _GROWING_OPS
-                and vectors.get(output_name) is None
-                and (output_name not in types or output_name in may_be_integers)
-            ):
+            writes_integers = output_name not in types or output_name in may_be_integers
+            computes_integers |= writes_integers
+            if op_type in _GROWING_OPS and vectors.get(output_name) is None and writes_integers:
                 node.domain = HIDDEN_DOMAIN
-            elif node.op_type in _VALUE_PROPAGATED_OPS:
+            elif op_type in _VALUE_PROPAGATED_OPS:
                 sizes = [vectors.get(name) or 0 for name in node.input]
                 if max(sizes, default=0) > SHORT_VECTOR_ELEMENTS:
                     read_elements += sum(sizes)
                     long_readers.append(node)
     for node in long_readers if read_elements > MAX_READ_ELEMENTS else ():
         node.domain = HIDDEN_DOMAIN
-    return total_length <= MAX_VECTOR_ELEMENTS
+    return computes_integers and total_length <= MAX_VECTOR_ELEMENTS
 
 
 def _declared_types(graph: Any) -> Iterator[tuple[str, Any]]:

@@ -212,7 +212,7 @@ def _read_nodes(graph: Any) -> tuple[list[str], list[tuple[str, ...]], list[tupl
 def read_names(node: Any) -> Iterator[str]:
     """Yield the values that a node reads, and all values that are read in its bodies."""
     yield from node.input
-    for body in node_bodies(node).values():
+    for body in node_bodies(node).values() if node.attribute else ():
         yield from (info.name for info in body.output)
         for inner in body.node:
             yield from read_names(inner)
