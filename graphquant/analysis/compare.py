@@ -220,7 +220,7 @@ def model_inputs(runner: Runner, feed: Feeds) -> dict[str, Any]:
 
 COMPARE_THREADS = 2  # threads: without sites one per model, and otherwise threads that measure
 MAX_PREFETCHED_RUNS = 2  # maximum number of prefetched runs of an observed model, memory permitting
-MAX_PREFETCHED_BYTES = 1 << 28  # memory for them, so that a comparison needs no more than calibration
+MAX_PREFETCHED_BYTES = 1 << 26  # memory for them, so that a comparison needs no more than calibration
 
 MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
@@ -243,14 +243,15 @@ def compare_runners(
     sites: ComparedSites | None,
     outputs: Mapping[str, str],
     progress: Callable[[int, int], None] | None = None,
+    keep_outputs: Callable[[Feeds, Mapping[str, Array]], object] = lambda *_: None,
 ) -> Comparison:
     """Run both models on all samples.
 
     Each model runs as it is for its outputs, and once more with observed tensors, because a runtime may use integer
     kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
     runs unobserved. `sites` is None for the outputs alone. `outputs` has the quantized output by float output; the rest
-    is matched. Raises a ModelError if a model cannot be run, and a UsageError if the inputs or outputs of the models do
-    not match.
+    is matched. `keep_outputs` receives each feed with the outputs of the float model. Raises a ModelError if a model
+    cannot be run, and a UsageError if the inputs or outputs of the models do not match.
     """
     batches, load, labels = samples.dataset, samples.footprint, samples.labels
     site_runner = None if sites is None else float_runner
@@ -299,6 +300,7 @@ def compare_runners(
                     tally.add(expected.get(tally.name), actual.get(name), feed.get(labels), observed.get(name))
             if scores is not None:
                 scores.add(feed, expected, actual)
+            keep_outputs(feed, expected)
             del expected, actual, observed
             if block is not None:
                 completed = min((block + 1) * load.block_size, batches.count)
@@ -442,11 +444,11 @@ class ModelPairRunner:
             return float_outputs.result(), actual, {}
         actual = next(outputs)
         if self._site_runner is not None and self._output_tensors and not self._observed_outputs_equal:
-            self._site_runner.free_large_session(observing=True)  # the weights need not be in two sessions at a time
+            self._site_runner.free_session(observing=True)  # the weights need not be in two sessions at a time
             return_freed_memory()
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         if self._output_tensors and not self._observed_outputs_equal:
-            self._float_runner.free_large_session()  # it will run again only if the observed model differs
+            self._float_runner.free_session(only_large=False)  # it runs again only if the observed model differs
             return_freed_memory()
         float_values, quantized_values = map(next, self._observations)
         observed_outputs = _last_values(self._output_tensors, float_values)

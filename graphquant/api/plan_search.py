@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
-from graphquant.analysis.validation import DEFAULT_MIN_SQNR, Bounds, Validation, has_few_sites, validate_model
+from graphquant.analysis.validation import (
+    DEFAULT_MIN_SQNR,
+    MAX_UNBOUNDED_SAMPLES,
+    Bounds,
+    FloatOutputs,
+    FoldValidator,
+    Validation,
+    has_few_sites,
+    validate_model,
+)
 from graphquant.api.calibrate import calibrate_command_line
 from graphquant.api.result import Result, make_result
 from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, calibrate_model
@@ -104,6 +113,7 @@ class PlanSearch:
 
     inputs: InsertInputs
     start: float  # time of the search clock at which calibration started, in seconds
+    float_outputs: FloatOutputs = field(default_factory=FloatOutputs)  # samples of the first validation
 
     @cached_property
     def _budget(self) -> SearchBudget:
@@ -268,7 +278,14 @@ class PlanSearch:
         target = None if inputs.settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
         bounds, progress = inputs.objective.bounds, inputs.progress
         validation = validate_model(
-            result.source, result.model, holdout, bounds, progress, target_sqnr=target, prepared=prepared
+            result.source,
+            result.model,
+            holdout,
+            bounds,
+            progress,
+            target_sqnr=target,
+            prepared=prepared,
+            float_outputs=None if bounds or self.float_outputs.pairs else self.float_outputs,
         )
         trace = result.search
         if trace is not None and trace.sensitivity is not None and validation.comparison is not None:
@@ -328,7 +345,7 @@ class PlanSearch:
             built=built,
             target_sqnr=target_sqnr,
             default_sqnr=default_sqnr,
-            holdout=data.dataset if data.validation_set is None else data.validation_set.samples(),
+            holdout=data.dataset if data.validation_set is None else data.validation_set.samples(MAX_UNBOUNDED_SAMPLES),
             calibration=data.calibration,
             search_samples=data.dataset if data.calibration is None else data.calibration,
             has_stats=data.stats is not None,
@@ -340,13 +357,17 @@ class PlanSearch:
             progress=inputs.progress,
         )
 
+    @cached_property
+    def _holdout_validator(self) -> FoldValidator:
+        """Validator of plans on the hold-out, with the float outputs of the first validation."""
+        if (holdout := self.inputs.data.validation_set) is None:
+            raise ValueError("a repair follows a validation")
+        return FoldValidator(self.inputs.source, [holdout], Bounds(), [self.float_outputs])
+
     def _holdout_sqnr(self, built: BuiltModel) -> float:
         """Measure the SQNR in dB of the worst output on the hold-out."""
-        source, holdout = self.inputs.source, self.inputs.data.validation_set
-        if holdout is None:
-            raise ValueError("a repair follows a validation")
-        validation = validate_model(source, built.model, holdout, Bounds(), None, include_sites=False)
-        return -math.inf if validation.worst_sqnr is None else validation.worst_sqnr
+        sqnr = self._holdout_validator.validate([built.model]).worst_sqnr
+        return -math.inf if sqnr is None else sqnr
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

@@ -25,6 +25,7 @@ import onnxruntime
 from onnx import ModelProto, NodeProto
 
 from graphquant import formats
+from graphquant.calibration.memory import return_freed_memory
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance_of
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
@@ -300,11 +301,14 @@ class OnnxRunner:
             if name not in self._weights:
                 self._weights[name] = self._external_weights[name]()
         weights = {name: self._weights[name] for name in names}
-        return _create_session_or_parts(message, self.model.source.folder, weights, mode)
+        session = _create_session_or_parts(message, self.model.source.folder, weights, mode)
+        if sum(value.nbytes for value in weights.values()) > SESSION_PER_THREAD_BYTES:
+            return_freed_memory()  # onnxruntime copies weights while it packs them
+        return session
 
-    def free_large_session(self, *, observing: bool = False) -> None:
-        """Free the session of `run`, or that of `observe`, if its weights need much memory. It is created again."""
-        if self._model_bytes > SESSION_PER_THREAD_BYTES:
+    def free_session(self, *, observing: bool = False, only_large: bool = True) -> None:
+        """Free the session of `run`, or that of `observe`, perhaps only if its weights need much memory."""
+        if not only_large or self._model_bytes > SESSION_PER_THREAD_BYTES:
             if observing:
                 self._full_watch = self._flagged_watch = None
             else:

@@ -211,11 +211,13 @@ def test_large_sessions_are_freed(load_text: Any, monkeypatch: pytest.MonkeyPatc
     expected = [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])]
     runner.run({"x": X})
     before = runner._full_watch, runner._session
-    runner.free_large_session(observing=True)
+    runner.free_session(observing=True)
     assert (runner._full_watch is None, runner._session is before[1]) == (freed, True)
     assert [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])] == expected
-    runner.free_large_session()
+    runner.free_session()
     assert (runner._session is None, runner._full_watch is None) == (freed, False)
+    runner.free_session(only_large=False)
+    assert (runner._session is None, runner._full_watch is None) == (True, False)
 
 
 class _Unreachable:
