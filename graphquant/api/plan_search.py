@@ -27,7 +27,7 @@ from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, ca
 from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.stats import Stats, combine_stats, select_stats
 from graphquant.calibration.targets import plan_targets
-from graphquant.optimize.algorithms import BuiltModel, build_model, run_precalibration_algorithms
+from graphquant.optimize.algorithms import BuiltModel, build_model, rebuild_model, run_precalibration_algorithms
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
 from graphquant.optimize.repair import (
     RANGES,
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
 UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.0
 """Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
+
+MAX_EDITS_GAIN_DB = 1.5  # gain of algorithms that run again for other ranges, which is expected at most
 
 
 class InsertInputs(NamedTuple):
@@ -253,6 +255,9 @@ class PlanSearch:
         if is_chosen or validation.target_sqnr is None or sqnr is None or sqnr >= MAX_CLIPPED_DB:
             return clipped
         if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
+            return clipped
+        edited = rebuild_model(chosen.built, plan, chosen.workspace.stats)
+        if self._holdout_sqnr(edited) < sqnr + MIN_UNCLIPPED_GAIN_DB - MAX_EDITS_GAIN_DB:
             return clipped
         built = chosen.workspace.build(plan)
         if (new_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:

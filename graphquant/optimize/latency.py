@@ -393,9 +393,9 @@ def _median_ratio(ratios: Sequence[TimeRatio]) -> TimeRatio:
     return sorted(ratios, key=lambda ratio: ratio.median)[len(ratios) // 2]
 
 
-# The report's comparison with float: processor seconds besides the first runs, and of a slice; minimum of rounds; pairs
-# of sessions if the first one is unclear, and the difference of two pairs up to which no other is timed.
-REPORT_SECONDS, REPORT_SLICE_SECONDS, REPORT_ROUNDS, REPORT_PAIRS, MAX_REPORT_DIFFERENCE = 0.01, 0.002, 3, 3, 0.03
+# The report's comparison with float: processor seconds besides the first runs, and of a slice; minimum of rounds of the
+# second pair of sessions; and the difference of two pairs up to which no other is timed.
+REPORT_SECONDS, REPORT_SLICE_SECONDS, REPORT_ROUNDS, MAX_REPORT_DIFFERENCE = 0.01, 0.002, 3, 0.03
 UNCLEAR_RATIOS = 0.95, 1.25  # ratios for which a second pair of sessions is timed
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
@@ -412,19 +412,19 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
 def time_in_turn(start: Callable[[], TimedRun], start_baseline: Callable[[], TimedRun]) -> TimeRatio:
     """Return the ratio of two run times, from runs in turn within about a second. The functions open new sessions."""
 
-    def time_pair() -> TimeRatio:
+    def time_pair(min_rounds: int = REPORT_ROUNDS) -> TimeRatio:
         return measure_time_ratio(
             start(),
             start_baseline(),
             seconds=REPORT_SECONDS,
-            min_rounds=REPORT_ROUNDS,
+            min_rounds=min_rounds,
             slice_seconds=REPORT_SLICE_SECONDS,
         )
 
-    first = time_pair()
+    first = time_pair(min_rounds=1)
     if not UNCLEAR_RATIOS[0] <= first.median < UNCLEAR_RATIOS[1]:
         return first
     second = time_pair()
     if abs(second.median - first.median) <= MAX_REPORT_DIFFERENCE:
         return second
-    return _median_ratio([second, *(time_pair() for _ in range(REPORT_PAIRS - 1))])
+    return _median_ratio([first, second, time_pair()])

@@ -329,17 +329,20 @@ class _Repair:
         changes: dict[str, Collection[object]] = {
             RANGES: [name for _, name in recipe.candidates if name != WIDER_WEIGHTS],
             WIDER_WEIGHTS: [name for _, name in recipe.candidates if name == WIDER_WEIGHTS],
-            FLOAT_BLOCKS: recipe.float_sites,
         }
+
+        def is_kept(step: RepairStep) -> bool:
+            if step.change == FLOAT_BLOCKS:
+                return bool(recipe.float_sites) and step.targets == recipe.float_blocks
+            return bool(changes.get(step.change, step.change in recipe.algorithms))
+
+        steps = {(step.change, step.targets): step for step in self._steps}  # some are tried again with a higher aim
         trace = RepairTrace(
             target_sqnr=self._request.target_sqnr,
             requested=requested,
             default_sqnr=self._judged[DEFAULT_RECIPE],
             sqnr=self._judged[recipe],
-            steps=tuple(
-                replace(step, kept=bool(changes.get(step.change, step.change in recipe.algorithms)))
-                for step in self._steps
-            ),
+            steps=tuple(replace(step, kept=is_kept(step)) for step in steps.values()),
             float_blocks=recipe.float_blocks,
             blocks=len(self._blocks),
             plans=self._plans + len(self._measured),
@@ -372,7 +375,7 @@ class _Repair:
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += max(gap, 0.0) if math.isfinite(gap) else 0.0
-        if MAX_HOLDOUT_GAP_DB < gap < math.inf:
+        if gap > MAX_HOLDOUT_GAP_DB:
             self._measure_on_holdout()
         self._try_ranges()
         steps = [*algorithm_steps, self._widen_weights, self._float_selection]
@@ -392,16 +395,18 @@ class _Repair:
 
     def _aim_higher(self, gap: float) -> None:
         """Raise the aim after the hold-out had `gap` dB more error than the search samples, or measure on it."""
-        if MAX_SHIFT_DB < gap < math.inf and self._meter is self._search_meter:
+        if gap > MAX_SHIFT_DB and self._meter is self._search_meter:
             self._measure_on_holdout()
-        else:
+        elif math.isfinite(gap):
             self._aim = max(self._request.target_sqnr + gap, self._aim) + AIM_MARGIN_DB
 
     def _measure_on_holdout(self) -> None:
         """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
         request, groups = self._request, self._groups
-        self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
-        self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, len(self._meter.feeds))
+        few = len(self._meter.feeds) <= SAMPLE_SPANS  # because there is little work
+        count = SAMPLE_SPANS if few else request.holdout.count
+        self._charge(request.budget.costs.plan(count))
+        self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, count)
         self._used_holdout = True
         self._plans += len(self._measured)
         self._measured.clear()
@@ -803,7 +808,10 @@ class _Repair:
             if all(selection):  # nothing would be quantized
                 break
             recipe = self._with_float_blocks(recipe, high_precision_ops(groups, selection))
-            sqnr = self._judge_on_holdout(recipe)  # at most three plans, whose work is not limited
+            work = self._plan_work(recipe)
+            self._request.budget.extend(work)  # at most three plans
+            self._charge(work)
+            sqnr = self._judge_on_holdout(recipe)
             self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
             self._current = recipe if sqnr >= target else self._current
         if max(self._judged.values()) < target:  # many float blocks would be no gain then
