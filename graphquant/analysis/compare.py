@@ -243,15 +243,14 @@ def compare_runners(
     sites: ComparedSites | None,
     outputs: Mapping[str, str],
     progress: Callable[[int, int], None] | None = None,
-    keep_outputs: Callable[[Feeds, Mapping[str, Array]], object] = lambda *_: None,
 ) -> Comparison:
     """Run both models on all samples.
 
     Each model runs as it is for its outputs, and once more with observed tensors, because a runtime may use integer
     kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
     runs unobserved. `sites` is None for the outputs alone. `outputs` has the quantized output by float output; the rest
-    is matched. `keep_outputs` receives each feed with the outputs of the float model. Raises a ModelError if a model
-    cannot be run, and a UsageError if the inputs or outputs of the models do not match.
+    is matched. Raises a ModelError if a model cannot be run, and a UsageError if the inputs or outputs of the models do
+    not match.
     """
     batches, load, labels = samples.dataset, samples.footprint, samples.labels
     site_runner = None if sites is None else float_runner
@@ -300,7 +299,6 @@ def compare_runners(
                     tally.add(expected.get(tally.name), actual.get(name), feed.get(labels), observed.get(name))
             if scores is not None:
                 scores.add(feed, expected, actual)
-            keep_outputs(feed, expected)
             del expected, actual, observed
             if block is not None:
                 completed = min((block + 1) * load.block_size, batches.count)

@@ -297,41 +297,32 @@ def validate_model(
     bounds: Bounds,
     progress: Progress | None,
     *,
-    include_sites: bool = True,
     target_sqnr: float | None = DEFAULT_MIN_SQNR,
     prepared: Model | None = None,
     quantized_runner: Runner | None = None,
     outputs: Mapping[str, str] | None = None,
-    float_outputs: FloatOutputs | None = None,
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
-    `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
-    `prepared` is the source as it was prepared for quantization, if that is known. `quantized_runner` runs a model that
-    no format module runs, `outputs` its outputs by those of the source. `float_outputs` keeps the outputs of the float
-    model. Raises a DataError if a sample does not fit.
+    `target_sqnr` applies without bounds. `prepared` is the source as it was prepared for quantization, if it is known.
+    `quantized_runner` runs a model that no format module runs, whose tensors are not measured, and `outputs` has its
+    outputs by those of the source. Raises a DataError if a sample does not fit.
     """
     try:
         runner = with_selections(formats.shared_runner(source, "source"))
         is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
         samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=is_small)
         report = stage_progress(progress, "validating")
-        sites = match_sites(source, quantized, prepared) if include_sites and is_small else None
+        sites = match_sites(source, quantized, prepared) if quantized_runner is None and is_small else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
         share = formats.create_runner if is_small else partial(formats.shared_runner, role="quantized")
         comparison = compare_runners(
-            runner,
-            quantized_runner or with_selections(share(quantized), runner),
-            samples,
-            sites,
-            outputs or {},
-            report,
-            (float_outputs or FloatOutputs(max_bytes=0)).add,
+            runner, quantized_runner or with_selections(share(quantized), runner), samples, sites, outputs or {}, report
         )
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, samples.dataset, runner))
-            if include_sites
+            if quantized_runner is None
             else (0, 0)
         )
     except (MissingDependencyError, ModelError) as error:
@@ -352,8 +343,10 @@ def validate_model(
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,
     )
-    if quantized_runner is None:
-        validation = _with_scores(validation, runner, quantized, samples.dataset)
+    if validation.misses_target and quantized_runner is None:
+        low_outputs = [figures for figures in comparison.outputs if (figures.sqnr or 0.0) < (target_sqnr or 0.0)]
+        score_sqnr = _measure_scores(runner, quantized, low_outputs, samples.dataset)
+        validation = replace(validation, score_sqnr=score_sqnr)
     is_suspect = validation.failures or any(output.fusion_loss > OPTIMIZER_LOSS for output in comparison.outputs)
     if sites is None or quantized.format != "onnx" or not is_suspect:
         return validation
@@ -390,12 +383,10 @@ def _comparison_samples(
     )
 
 
-def _with_scores(validation: Validation, runner: Runner, quantized: Model, batches: Dataset) -> Validation:
-    """Return the validation with the SQNR of the scores from which a softmax makes outputs below the target."""
-    if not validation.misses_target or validation.comparison is None:
-        return validation
-    target = validation.target_sqnr or 0.0
-    low_outputs = [figures for figures in validation.comparison.outputs if (figures.sqnr or 0.0) < target]
+def _measure_scores(
+    runner: Runner, quantized: Model, outputs: Sequence[OutputFigures], batches: Dataset
+) -> dict[str, float]:
+    """Measure the SQNR in dB of the scores from which a softmax makes each of `outputs`; others are omitted."""
     quantized_runner = formats.create_runner(quantized)
     inputs = match_inputs(runner.inputs, quantized_runner.inputs)
     feeds = [model_inputs(runner, feed) for feed in batches]
@@ -405,50 +396,31 @@ def _with_scores(validation: Validation, runner: Runner, quantized: Model, batch
             read_scores(runner, figures.name, feeds),
             read_scores(quantized_runner, figures.quantized_name, quantized_feeds),
         )
-        for figures in low_outputs
+        for figures in outputs
     }
-    return replace(validation, score_sqnr={name: value for name, value in sqnr.items() if value > -math.inf})
+    return {name: value for name, value in sqnr.items() if value > -math.inf}
 
 
-MAX_CACHED_BYTES = 1 << 26  # maximum size of samples and float outputs that stay in memory between validations
-
-
-class FloatOutputs:
-    """Samples with the outputs of the float model, unless they need too much memory."""
-
-    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
-        self.pairs: list[tuple[Feeds, Mapping[str, Array]]] = []
-        self._free_bytes = max_bytes
-
-    def add(self, feed: Feeds, outputs: Mapping[str, Array]) -> None:
-        """Keep a sample; none any more once all of them are too large."""
-        self._free_bytes -= sum(value.nbytes for value in (*feed.values(), *outputs.values()))
-        self.pairs.append((feed, outputs))
-        if self._free_bytes < 0:
-            self.pairs.clear()
+MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations
 
 
 class FoldValidator:
     """Validates plans on the folds of the data, each fold on a model whose ranges come from the other folds.
 
-    The float model runs once, unless its outputs need too much memory. Without bounds, few samples are measured.
+    The float model runs once, unless its outputs need too much memory.
     """
 
-    def __init__(
-        self, source: Model, folds: Sequence[HoldOut], bounds: Bounds, float_outputs: Sequence[FloatOutputs] = ()
-    ) -> None:
-        """Validate against `source`, whose outputs for the first folds may be known.
-
-        Raises a DataError if the labels are unusable, and a ModelError for the model.
-        """
+    def __init__(self, source: Model, folds: Sequence[HoldOut], bounds: Bounds) -> None:
+        """Validate against `source`. Raises a DataError if the labels are unusable, and a ModelError for the model."""
         self._source, self._folds, self._bounds = source, folds, bounds
-        self._runner = with_selections(formats.create_runner(source))
-        first, limit = folds[0], None if bounds else MAX_UNBOUNDED_SAMPLES
+        self._runner = with_selections(formats.format_module(source.format).create_runner(source))
+        first = folds[0]
         data, self._labels = open_labels(first, self._runner.inputs)
-        self._parts = [sample_range(replace(data, count=fold.dataset.count), fold.start, limit) for fold in folds]
+        self._parts = [sample_range(replace(data, count=fold.dataset.count), fold.start, None) for fold in folds]
         self._footprint = measure_footprint(self._runner, self._parts[0])
         self._joins_samples: bool | None = None  # known once a quantized model was run
-        self._cache = dict(enumerate(float_outputs))  # by fold
+        self._cache: list[list[tuple[Feeds, dict[str, Array]]]] | None = None
+        self._cached_bytes = 0
         self.sample_errors: list[list[float]] = []  # squared errors of the worst output by fold, in the last validation
 
     @property
@@ -469,10 +441,9 @@ class FoldValidator:
                 reuses_samples=reuses_samples,
                 bounds=self._bounds,
             )
-        validation = Validation(
+        return Validation(
             comparison=comparison, reuses_samples=reuses_samples, bounds=self._bounds, folds=len(self._folds)
         )
-        return _with_scores(validation, self._runner, models[0], self._parts[0])
 
     def _compare(self, models: Sequence[Model]) -> Comparison:
         tallies: list[OutputTally] = []
@@ -511,19 +482,25 @@ class FoldValidator:
             metric=None if scores is None else scores.figures(),
         )
 
-    def _expected_outputs(self, fold: int) -> Iterator[tuple[Feeds, Mapping[str, Array]]]:
+    def _expected_outputs(self, fold: int) -> Iterator[tuple[Feeds, dict[str, Array]]]:
         """Yield the samples of a fold and the outputs of the float model."""
-        if fold in self._cache and self._cache[fold].pairs:
-            yield from self._cache[fold].pairs
+        if self._cache is not None and len(self._cache) > fold:
+            yield from self._cache[fold]
             return
-        outputs = FloatOutputs()
+        pairs: list[tuple[Feeds, dict[str, Array]]] = []
         part, block_size = self._parts[fold], self._footprint.block_size
         blocks = [(0, -(-part.count // block_size))]
         for feed, _ in block_feeds(part, blocks, block_size, join_samples=bool(self._joins_samples)):
             expected = self._runner.run(model_inputs(self._runner, feed))
-            outputs.add(feed, expected)
+            self._cached_bytes += sum(value.nbytes for value in (*feed.values(), *expected.values()))
+            pairs.append((feed, expected))
+            if self._cached_bytes > MAX_CACHED_BYTES:
+                pairs.clear()
             yield feed, expected
-        self._cache[fold] = outputs
+        if self._cache is None:
+            self._cache = []
+        if self._cached_bytes <= MAX_CACHED_BYTES and len(self._cache) == fold:
+            self._cache.append(pairs)
 
 
 def has_few_sites(count: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,8 +15,6 @@ from graphquant.analysis.validation import (
     DEFAULT_MIN_SQNR,
     MAX_UNBOUNDED_SAMPLES,
     Bounds,
-    FloatOutputs,
-    FoldValidator,
     Validation,
     has_few_sites,
     validate_model,
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
 UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.0
 """Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
-
-MAX_EDITS_GAIN_DB = 1.5  # gain of algorithms that run again for other ranges, which is expected at most
 
 
 class InsertInputs(NamedTuple):
@@ -115,7 +111,6 @@ class PlanSearch:
 
     inputs: InsertInputs
     start: float  # time of the search clock at which calibration started, in seconds
-    float_outputs: FloatOutputs = field(default_factory=FloatOutputs)  # samples of the first validation
 
     @cached_property
     def _budget(self) -> SearchBudget:
@@ -256,11 +251,12 @@ class PlanSearch:
             return clipped
         if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
             return clipped
-        edited = rebuild_model(chosen.built, plan, chosen.workspace.stats)
-        if self._holdout_sqnr(edited) < sqnr + MIN_UNCLIPPED_GAIN_DB - MAX_EDITS_GAIN_DB:
+        edited, measure = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter.worst_sqnr
+        # Algorithms, which run again only for a plan that gains about enough, change little of it.
+        if measure(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB / 2:
             return clipped
         built = chosen.workspace.build(plan)
-        if (new_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+        if (new_sqnr := measure(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
         pairs = zip(state.plan.sites, plan.sites, strict=True)
         changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
@@ -283,14 +279,7 @@ class PlanSearch:
         target = None if inputs.settings.min_sqnr == NO_TARGET else DEFAULT_MIN_SQNR
         bounds, progress = inputs.objective.bounds, inputs.progress
         validation = validate_model(
-            result.source,
-            result.model,
-            holdout,
-            bounds,
-            progress,
-            target_sqnr=target,
-            prepared=prepared,
-            float_outputs=None if bounds or self.float_outputs.pairs else self.float_outputs,
+            result.source, result.model, holdout, bounds, progress, target_sqnr=target, prepared=prepared
         )
         trace = result.search
         if trace is not None and trace.sensitivity is not None and validation.comparison is not None:
@@ -350,12 +339,11 @@ class PlanSearch:
             built=built,
             target_sqnr=target_sqnr,
             default_sqnr=default_sqnr,
-            holdout=data.dataset if data.validation_set is None else data.validation_set.samples(MAX_UNBOUNDED_SAMPLES),
+            holdout_meter=lambda: self._holdout_meter,
             calibration=data.calibration,
             search_samples=data.dataset if data.calibration is None else data.calibration,
             has_stats=data.stats is not None,
             calibrate=partial(self.calibrate, full_histograms=True),
-            validate=self._holdout_sqnr,
             disabled_algorithms=frozenset(name.removeprefix(NEGATION) for name in names if name.startswith(NEGATION)),
             budget=self._budget,
             folds=data.fold_count,
@@ -363,16 +351,12 @@ class PlanSearch:
         )
 
     @cached_property
-    def _holdout_validator(self) -> FoldValidator:
-        """Validator of plans on the hold-out, with the float outputs of the first validation."""
-        if (holdout := self.inputs.data.validation_set) is None:
-            raise ValueError("a repair follows a validation")
-        return FoldValidator(self.inputs.source, [holdout], Bounds(), [self.float_outputs])
-
-    def _holdout_sqnr(self, built: BuiltModel) -> float:
-        """Measure the SQNR in dB of the worst output on the hold-out."""
-        sqnr = self._holdout_validator.validate([built.model]).worst_sqnr
-        return -math.inf if sqnr is None else sqnr
+    def _holdout_meter(self) -> OutputMeter:
+        """Meter of the samples that a validation without bounds measures."""
+        release_float_runners()  # the weights need not be in two sessions
+        holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
+        samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
+        return OutputMeter(self.inputs.source, samples, DEFAULT_MIN_SQNR, limit)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

@@ -269,8 +269,7 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[l
     """Return the strongly connected components of a graph, each after those that it depends on: Tarjan's algorithm."""
     components: list[list[Node]] = []
     lowest: dict[Node, int] = {}  # smallest number that a node leads to; numbers count visits
-    stack: list[Node] = []  # visited nodes without a component
-    finished: set[Node] = set()
+    stack, finished = list[Node](), set[Node]()  # visited nodes without and with a component
     for start in dependencies:
         path = [] if start in lowest else [(start, iter(dependencies[start]), len(lowest))]
         while path:
@@ -286,8 +285,8 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[l
                     lowest[node] = min(lowest[node], lowest[target])
             else:
                 path.pop()
-                if path:
-                    lowest[path[-1][0]] = min(lowest[path[-1][0]], lowest[node])
+                for parent, _, _ in path[-1:]:
+                    lowest[parent] = min(lowest[parent], lowest[node])
                 if lowest[node] == number:
                     components.append([stack.pop()])
                     while components[-1][-1] != node:

@@ -385,18 +385,13 @@ class LatencyTimer:
 
     def median_ratio(self, model: Model, baseline: Model, pairs: int) -> TimeRatio:
         """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
-        return _median_ratio([self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)])
+        ratios = [self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)]
+        return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
 
 
-def _median_ratio(ratios: Sequence[TimeRatio]) -> TimeRatio:
-    """Return the ratio with the median of an odd number of ratios."""
-    return sorted(ratios, key=lambda ratio: ratio.median)[len(ratios) // 2]
-
-
-# The report's comparison with float: processor seconds besides the first runs, and of a slice; minimum of rounds of the
-# second pair of sessions; and the difference of two pairs up to which no other is timed.
-REPORT_SECONDS, REPORT_SLICE_SECONDS, REPORT_ROUNDS, MAX_REPORT_DIFFERENCE = 0.01, 0.002, 3, 0.03
-UNCLEAR_RATIOS = 0.95, 1.25  # ratios for which a second pair of sessions is timed
+REPORT_SECONDS, REPORT_SLICE_SECONDS = 0.01, 0.002  # processor seconds of the report's comparison, and of its slices
+UNCLEAR_RATIOS, REPORT_ROUNDS = (0.95, 1.25), 3  # when new sessions are timed too, and their minimum of rounds
+MAX_REPORT_DIFFERENCE = 0.03  # difference of two ratios up to which no third pair of sessions is timed
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 
@@ -411,20 +406,12 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
 
 def time_in_turn(start: Callable[[], TimedRun], start_baseline: Callable[[], TimedRun]) -> TimeRatio:
     """Return the ratio of two run times, from runs in turn within about a second. The functions open new sessions."""
-
-    def time_pair(min_rounds: int = REPORT_ROUNDS) -> TimeRatio:
-        return measure_time_ratio(
-            start(),
-            start_baseline(),
-            seconds=REPORT_SECONDS,
-            min_rounds=min_rounds,
-            slice_seconds=REPORT_SLICE_SECONDS,
-        )
-
-    first = time_pair(min_rounds=1)
+    measure = partial(measure_time_ratio, seconds=REPORT_SECONDS, slice_seconds=REPORT_SLICE_SECONDS)
+    first = measure(start(), start_baseline(), min_rounds=1)
     if not UNCLEAR_RATIOS[0] <= first.median < UNCLEAR_RATIOS[1]:
         return first
-    second = time_pair()
+    second = measure(start(), start_baseline(), min_rounds=REPORT_ROUNDS)
     if abs(second.median - first.median) <= MAX_REPORT_DIFFERENCE:
         return second
-    return _median_ratio([first, second, time_pair()])
+    third = measure(start(), start_baseline(), min_rounds=REPORT_ROUNDS)
+    return sorted([first, second, third], key=lambda ratio: ratio.median)[1]
