@@ -220,7 +220,7 @@ def model_inputs(runner: Runner, feed: Feeds) -> dict[str, Any]:
 
 COMPARE_THREADS = 2  # threads: without sites one per model, and otherwise threads that measure
 MAX_PREFETCHED_RUNS = 2  # maximum number of prefetched runs of an observed model, memory permitting
-MAX_PREFETCHED_BYTES = 1 << 28  # memory for them, so that a comparison needs no more than calibration
+MAX_PREFETCHED_BYTES = 1 << 26  # memory for them, so that a comparison needs no more than calibration
 
 MEASURE_BATCH_VALUES = 1 << 16
 """Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
@@ -442,11 +442,11 @@ class ModelPairRunner:
             return float_outputs.result(), actual, {}
         actual = next(outputs)
         if self._site_runner is not None and self._output_tensors and not self._observed_outputs_equal:
-            self._site_runner.free_large_session(observing=True)  # the weights need not be in two sessions at a time
+            self._site_runner.free_session(observing=True)  # the weights need not be in two sessions at a time
             return_freed_memory()
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         if self._output_tensors and not self._observed_outputs_equal:
-            self._float_runner.free_large_session()  # it will run again only if the observed model differs
+            self._float_runner.free_session(only_large=False)  # it runs again only if the observed model differs
             return_freed_memory()
         float_values, quantized_values = map(next, self._observations)
         observed_outputs = _last_values(self._output_tensors, float_values)

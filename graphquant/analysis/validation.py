@@ -297,7 +297,6 @@ def validate_model(
     bounds: Bounds,
     progress: Progress | None,
     *,
-    include_sites: bool = True,
     target_sqnr: float | None = DEFAULT_MIN_SQNR,
     prepared: Model | None = None,
     quantized_runner: Runner | None = None,
@@ -305,16 +304,16 @@ def validate_model(
 ) -> Validation:
     """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
 
-    `include_sites` also measures quantized tensors and counts multiply-adds. `target_sqnr` applies without bounds.
-    `prepared` is the source as it was prepared for quantization, if that is known. `quantized_runner` runs a model that
-    no format module runs, `outputs` its outputs by those of the source. Raises a DataError if a sample does not fit.
+    `target_sqnr` applies without bounds. `prepared` is the source as it was prepared for quantization, if it is known.
+    `quantized_runner` runs a model that no format module runs, whose tensors are not measured, and `outputs` has its
+    outputs by those of the source. Raises a DataError if a sample does not fit.
     """
     try:
         runner = with_selections(formats.shared_runner(source, "source"))
         is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
         samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=is_small)
         report = stage_progress(progress, "validating")
-        sites = match_sites(source, quantized, prepared) if include_sites and is_small else None
+        sites = match_sites(source, quantized, prepared) if quantized_runner is None and is_small else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
         # That of a large model has sessions only during runs, and `optimize_model` reads what they wrote.
         share = formats.create_runner if is_small else partial(formats.shared_runner, role="quantized")
@@ -323,7 +322,7 @@ def validate_model(
         )
         quantized_macs, total_macs = (
             count_quantized_macs(source, quantized, measure_tensor_sizes(source, samples.dataset, runner))
-            if include_sites
+            if quantized_runner is None
             else (0, 0)
         )
     except (MissingDependencyError, ModelError) as error:

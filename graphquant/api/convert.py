@@ -162,14 +162,7 @@ def _with_validation(report: ConversionReport, result: Result, data: bytes) -> C
     )
     matches = {name: names[tensor] for name, tensor in output_fetches(result.source).items() if tensor in names}
     validation = validate_model(
-        result.source,
-        file,
-        holdout,
-        planned.bounds,
-        None,
-        include_sites=False,
-        quantized_runner=runner,
-        outputs=matches,
+        result.source, file, holdout, planned.bounds, None, quantized_runner=runner, outputs=matches
     )
     validation = replace(validation, reuses_samples=planned.reuses_samples)
     figures = () if validation.comparison is None else validation.comparison.outputs

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
-from graphquant.analysis.validation import DEFAULT_MIN_SQNR, Bounds, Validation, has_few_sites, validate_model
+from graphquant.analysis.validation import (
+    DEFAULT_MIN_SQNR,
+    MAX_UNBOUNDED_SAMPLES,
+    Bounds,
+    Validation,
+    has_few_sites,
+    validate_model,
+)
 from graphquant.api.calibrate import calibrate_command_line
 from graphquant.api.result import Result, make_result
 from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, calibrate_model
 from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.stats import Stats, combine_stats, select_stats
 from graphquant.calibration.targets import plan_targets
-from graphquant.optimize.algorithms import BuiltModel, build_model, run_precalibration_algorithms
+from graphquant.optimize.algorithms import BuiltModel, build_model, rebuild_model, run_precalibration_algorithms
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
 from graphquant.optimize.repair import (
     RANGES,
@@ -244,8 +251,12 @@ class PlanSearch:
             return clipped
         if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
             return clipped
+        edited, measure = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter.worst_sqnr
+        # Algorithms, which run again only for a plan that gains about enough, change little of it.
+        if measure(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB / 2:
+            return clipped
         built = chosen.workspace.build(plan)
-        if (new_sqnr := self._holdout_sqnr(built)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+        if (new_sqnr := measure(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
         pairs = zip(state.plan.sites, plan.sites, strict=True)
         changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
@@ -328,25 +339,24 @@ class PlanSearch:
             built=built,
             target_sqnr=target_sqnr,
             default_sqnr=default_sqnr,
-            holdout=data.dataset if data.validation_set is None else data.validation_set.samples(),
+            holdout_meter=lambda: self._holdout_meter,
             calibration=data.calibration,
             search_samples=data.dataset if data.calibration is None else data.calibration,
             has_stats=data.stats is not None,
             calibrate=partial(self.calibrate, full_histograms=True),
-            validate=self._holdout_sqnr,
             disabled_algorithms=frozenset(name.removeprefix(NEGATION) for name in names if name.startswith(NEGATION)),
             budget=self._budget,
             folds=data.fold_count,
             progress=inputs.progress,
         )
 
-    def _holdout_sqnr(self, built: BuiltModel) -> float:
-        """Measure the SQNR in dB of the worst output on the hold-out."""
-        source, holdout = self.inputs.source, self.inputs.data.validation_set
-        if holdout is None:
-            raise ValueError("a repair follows a validation")
-        validation = validate_model(source, built.model, holdout, Bounds(), None, include_sites=False)
-        return -math.inf if validation.worst_sqnr is None else validation.worst_sqnr
+    @cached_property
+    def _holdout_meter(self) -> OutputMeter:
+        """Meter of the samples that a validation without bounds measures."""
+        release_float_runners()  # the weights need not be in two sessions
+        holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
+        samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
+        return OutputMeter(self.inputs.source, samples, DEFAULT_MIN_SQNR, limit)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

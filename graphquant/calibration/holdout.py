@@ -39,9 +39,9 @@ class HoldOut:
     calibrated_on_other_data: bool = False
     metric: Metric | None = None  # the user's metric, which needs all arrays of the data
 
-    def samples(self) -> Dataset:
-        """Return the reserved samples."""
-        return sample_range(self.dataset, self.start, None)
+    def samples(self, max_count: int | None = None) -> Dataset:
+        """Return the reserved samples, at most `max_count` of them."""
+        return sample_range(self.dataset, self.start, max_count)
 
 
 def sample_range(dataset: Dataset, start: int, max_count: int | None) -> Dataset:

@@ -124,7 +124,8 @@ def insert_command(
 
 def _resume_key(model: Path, settings: InsertOptions) -> str | None:
     """Return the key of finished parts of the result; None if they are not worth keeping."""
-    if sum(file.stat().st_size for file in model.absolute().parent.iterdir() if file.is_file()) < MIN_RESUMABLE_BYTES:
+    sizes = (file.stat().st_size for file in model.absolute().parent.iterdir() if file.is_file())
+    if settings.data is not None or sum(sizes) < MIN_RESUMABLE_BYTES:
         return None  # without the import of the next line
     from graphquant.batch.cache_key import resume_key
 

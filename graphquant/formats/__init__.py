@@ -80,8 +80,8 @@ class Runner(Protocol):
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, npt.NDArray[Any]]]:
         """Yield the outputs of each feed. Some feeds may be read ahead."""
 
-    def free_large_session(self, *, observing: bool = False) -> None:
-        """Free what only `run`, or only `observe`, needs if that is much memory. The next run creates it again."""
+    def free_session(self, *, observing: bool = False, only_large: bool = True) -> None:
+        """Free what only `run`, or only `observe`, needs, perhaps only much memory. The next run creates it again."""
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""

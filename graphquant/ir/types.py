@@ -6,10 +6,9 @@ Walks over graphs of any values are here too. Each is bounded: a damaged model m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -266,17 +265,34 @@ def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) 
     return groups
 
 
-def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> Iterable[Collection[Node]]:
-    """Return the strongly connected components of a graph, each after those that it depends on."""
-    try:
-        return [[node] for node in TopologicalSorter(dependencies).static_order()]
-    except CycleError:
-        import networkx as nx  # imported for loops only, because that takes longer than the rest for a small model
-
-        graph: nx.DiGraph[Node] = nx.DiGraph()
-        graph.add_nodes_from(dependencies)
-        graph.add_edges_from((node, target) for node, targets in dependencies.items() for target in targets)
-        return nx.strongly_connected_components(graph)  # Tarjan's algorithm yields dependencies first
+def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
+    """Return the strongly connected components of a graph, each after those that it depends on: Tarjan's algorithm."""
+    components: list[list[Node]] = []
+    lowest: dict[Node, int] = {}  # smallest number that a node leads to; numbers count visits
+    stack, finished = list[Node](), set[Node]()  # visited nodes without and with a component
+    for start in dependencies:
+        path = [] if start in lowest else [(start, iter(dependencies[start]), len(lowest))]
+        while path:
+            node, targets, number = path[-1]
+            if node not in lowest:
+                lowest[node] = number
+                stack.append(node)
+            for target in targets:
+                if target not in lowest:
+                    path.append((target, iter(dependencies.get(target, ())), len(lowest)))
+                    break
+                if target not in finished:
+                    lowest[node] = min(lowest[node], lowest[target])
+            else:
+                path.pop()
+                for parent, _, _ in path[-1:]:
+                    lowest[parent] = min(lowest[parent], lowest[node])
+                if lowest[node] == number:
+                    components.append([stack.pop()])
+                    while components[-1][-1] != node:
+                        components[-1].append(stack.pop())
+                    finished.update(components[-1])
+    return components
 
 
 def unique_name(name: str, *used: Container[str]) -> str:

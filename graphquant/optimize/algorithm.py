@@ -158,7 +158,7 @@ def apply_validated(
             runner = samples.create_runner(edits.model)
             float_outputs = list(run_outputs(runner, samples.validation_feeds))
             measured = _measure_output_errors(edits, float_outputs, samples)
-            measured.runner.free_large_session()
+            measured.runner.free_session()
         candidate_measured = _measure_output_errors(solve_state(candidate), float_outputs, samples)
         reason = rejection_reason(measured.errors, candidate_measured.errors, min_standard_errors)
         if reason:

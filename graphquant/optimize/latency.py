@@ -285,6 +285,7 @@ def measure_time_ratio(
     seconds: float,
     clock: Clock = time.process_time,
     min_rounds: int = MIN_ROUNDS,
+    slice_seconds: float = SLICE_SECONDS,
 ) -> TimeRatio:
     """Time two functions in alternating slices of a few runs; the order alternates too.
 
@@ -301,7 +302,7 @@ def measure_time_ratio(
     end, pairs = clock() + seconds, list[tuple[float, float]]()
     while True:
         order = (1, 0) if len(pairs) % 2 else (0, 1)
-        slices = {index: _shortest_block_seconds(*runs[index], clock) for index in order}
+        slices = {index: _shortest_block_seconds(*runs[index], clock, slice_seconds) for index in order}
         pairs.append((slices[0], slices[1]))
         is_over = clock() >= end
         if len(pairs) >= (min_rounds if is_over else MIN_ROUNDS):
@@ -310,9 +311,9 @@ def measure_time_ratio(
                 return result
 
 
-def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock) -> float:
+def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock, slice_seconds: float) -> float:
     """Seconds of a run in the shortest block of a slice."""
-    shortest, end = math.inf, clock() + SLICE_SECONDS
+    shortest, end = math.inf, clock() + slice_seconds
     while True:
         start = clock()
         for _ in range(count):
@@ -383,26 +384,14 @@ class LatencyTimer:
         return measure_time_ratio(run, baseline, seconds=TIMING_SECONDS)
 
     def median_ratio(self, model: Model, baseline: Model, pairs: int) -> TimeRatio:
-        """Return the median ratio of several pairs of new sessions."""
-        return _median_ratio(partial(self.make_run, model), partial(self.make_run, baseline), pairs, TIMING_SECONDS)
+        """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
+        ratios = [self.time_ratio(self.make_run(model), self.make_run(baseline)) for _ in range(pairs)]
+        return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
 
 
-def _median_ratio(
-    start: Callable[[], TimedRun],
-    start_baseline: Callable[[], TimedRun],
-    pairs: int,
-    seconds: float,
-    min_rounds: int = MIN_ROUNDS,
-) -> TimeRatio:
-    """Return the median ratio of several pairs of new sessions. Memory layout changes times by some percent."""
-    ratios = [
-        measure_time_ratio(start(), start_baseline(), seconds=seconds, min_rounds=min_rounds) for _ in range(pairs)
-    ]
-    return sorted(ratios, key=lambda ratio: ratio.median)[pairs // 2]
-
-
-REPORT_SECONDS = 0.02  # processor seconds of the comparison with float in the report, besides the first runs
-UNCLEAR_RATIOS, REPORT_PAIRS, REPORT_ROUNDS = (0.95, 1.25), 3, 3  # when it is repeated, its pairs, minimum of rounds
+REPORT_SECONDS, REPORT_SLICE_SECONDS = 0.01, 0.002  # processor seconds of the report's comparison, and of its slices
+UNCLEAR_RATIOS, REPORT_ROUNDS = (0.95, 1.25), 3  # when new sessions are timed too, and their minimum of rounds
+MAX_REPORT_DIFFERENCE = 0.03  # difference of two ratios up to which no third pair of sessions is timed
 MAX_TIMED_BYTES = 1 << 28  # bytes of constants up to which `insert` opens the float model again to time it
 
 
@@ -417,7 +406,12 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
 
 def time_in_turn(start: Callable[[], TimedRun], start_baseline: Callable[[], TimedRun]) -> TimeRatio:
     """Return the ratio of two run times, from runs in turn within about a second. The functions open new sessions."""
-    ratio = _median_ratio(start, start_baseline, 1, REPORT_SECONDS, 1)
-    if UNCLEAR_RATIOS[0] <= ratio.median < UNCLEAR_RATIOS[1]:
-        ratio = _median_ratio(start, start_baseline, REPORT_PAIRS, REPORT_SECONDS, REPORT_ROUNDS)
-    return ratio
+    measure = partial(measure_time_ratio, seconds=REPORT_SECONDS, slice_seconds=REPORT_SLICE_SECONDS)
+    first = measure(start(), start_baseline(), min_rounds=1)
+    if not UNCLEAR_RATIOS[0] <= first.median < UNCLEAR_RATIOS[1]:
+        return first
+    second = measure(start(), start_baseline(), min_rounds=REPORT_ROUNDS)
+    if abs(second.median - first.median) <= MAX_REPORT_DIFFERENCE:
+        return second
+    third = measure(start(), start_baseline(), min_rounds=REPORT_ROUNDS)
+    return sorted([first, second, third], key=lambda ratio: ratio.median)[1]

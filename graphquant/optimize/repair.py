@@ -34,7 +34,7 @@ from graphquant.analysis.measured_outputs import (
     with_selections,
 )
 from graphquant.analysis.validation import measure_tensor_sizes
-from graphquant.calibration.memory import estimate_footprint
+from graphquant.calibration.memory import estimate_footprint, return_freed_memory
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
@@ -102,7 +102,7 @@ MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the 
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
-MAX_OUTPUT_BYTES = 1 << 26  # maximum bytes of the float outputs of all search samples
+MAX_KEPT_BYTES = 1 << 27  # maximum bytes of all search samples and their float outputs
 MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
 MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
@@ -195,12 +195,14 @@ class OutputMeter:
     def __init__(self, source: Model, samples: Dataset, target_sqnr: float, count: int = REPAIR_SAMPLES) -> None:
         """Run the float model on `count` samples from all over the data, fewer if the outputs are large."""
         self._source, self._target_sqnr = source, target_sqnr
-        self._runner = with_selections(formats.format_module(source.format).create_runner(source))
+        self._runner = with_selections(formats.create_runner(source))
         feeds = list(spread_samples(samples, count))
         self._expected = [self._runner.run(feeds[0])]
-        size = sum(value.nbytes for value in self._expected[0].values())
-        self.feeds = feeds[: max(MAX_OUTPUT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
+        size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
+        self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
         self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
+        self._runner.free_session(only_large=False)
+        return_freed_memory()
         self._scores: dict[str, list[Array]] = {}
         self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
 
@@ -246,13 +248,12 @@ class RepairRequest(NamedTuple):
     # SQNR in dB of the worst output with the default plan, on the hold-out; None if a bound is searched for afterwards.
     # Then only algorithms are tried, and the search samples measure them.
     default_sqnr: float | None
-    holdout: Dataset  # samples of `validate`
+    holdout_meter: Callable[[], OutputMeter]  # return the meter of the samples of the validation
     calibration: Dataset | None  # calibration samples; None if all ranges come from statistics or are fixed
     search_samples: Dataset  # samples on which plans are measured
     has_stats: bool  # True if statistics are given, which describe only the prepared model
     # Return the workspace of a state, with statistics for each observer.
     calibrate: Callable[[PreCalibrationState], Workspace]
-    validate: Callable[[BuiltModel], float]  # measure the SQNR in dB of the worst output on the hold-out
     disabled_algorithms: frozenset[str]  # algorithms that must not run
     budget: SearchBudget
     folds: int  # number of folds whose models run rounding algorithms again in the search for a bound
@@ -329,17 +330,20 @@ class _Repair:
         changes: dict[str, Collection[object]] = {
             RANGES: [name for _, name in recipe.candidates if name != WIDER_WEIGHTS],
             WIDER_WEIGHTS: [name for _, name in recipe.candidates if name == WIDER_WEIGHTS],
-            FLOAT_BLOCKS: recipe.float_sites,
         }
+
+        def is_kept(step: RepairStep) -> bool:
+            if step.change == FLOAT_BLOCKS:
+                return step.targets == recipe.float_blocks
+            return bool(changes.get(step.change, step.change in recipe.algorithms))
+
+        steps = {(step.change, step.targets): step for step in self._steps}  # some are tried again with a higher aim
         trace = RepairTrace(
             target_sqnr=self._request.target_sqnr,
             requested=requested,
             default_sqnr=self._judged[DEFAULT_RECIPE],
             sqnr=self._judged[recipe],
-            steps=tuple(
-                replace(step, kept=bool(changes.get(step.change, step.change in recipe.algorithms)))
-                for step in self._steps
-            ),
+            steps=tuple(replace(step, kept=is_kept(step)) for step in steps.values()),
             float_blocks=recipe.float_blocks,
             blocks=len(self._blocks),
             plans=self._plans + len(self._measured),
@@ -372,7 +376,7 @@ class _Repair:
         # Ranges fit the calibration samples, so that the hold-out has more error.
         gap = self._current_sqnr - request.default_sqnr
         self._aim += max(gap, 0.0) if math.isfinite(gap) else 0.0
-        if MAX_HOLDOUT_GAP_DB < gap < math.inf:
+        if gap > MAX_HOLDOUT_GAP_DB:
             self._measure_on_holdout()
         self._try_ranges()
         steps = [*algorithm_steps, self._widen_weights, self._float_selection]
@@ -392,16 +396,16 @@ class _Repair:
 
     def _aim_higher(self, gap: float) -> None:
         """Raise the aim after the hold-out had `gap` dB more error than the search samples, or measure on it."""
-        if MAX_SHIFT_DB < gap < math.inf and self._meter is self._search_meter:
+        if gap > MAX_SHIFT_DB and self._meter is self._search_meter:
             self._measure_on_holdout()
-        else:
+        elif math.isfinite(gap):
             self._aim = max(self._request.target_sqnr + gap, self._aim) + AIM_MARGIN_DB
 
     def _measure_on_holdout(self) -> None:
         """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
         request, groups = self._request, self._groups
         self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
-        self._meter = OutputMeter(request.source, request.holdout, request.target_sqnr, len(self._meter.feeds))
+        self._meter = request.holdout_meter()
         self._used_holdout = True
         self._plans += len(self._measured)
         self._measured.clear()
@@ -419,7 +423,8 @@ class _Repair:
         """
         if recipe not in self._judged:
             built = self._build(recipe, quick=False)
-            self._judged[recipe] = min(self._request.validate(built), self._search_meter.worst_sqnr(built.model))
+            meters = self._request.holdout_meter(), self._search_meter
+            self._judged[recipe] = min(meter.worst_sqnr(built.model) for meter in meters)
         return self._judged[recipe]
 
     # Plans and their quality
@@ -803,7 +808,9 @@ class _Repair:
             if all(selection):  # nothing would be quantized
                 break
             recipe = self._with_float_blocks(recipe, high_precision_ops(groups, selection))
-            sqnr = self._judge_on_holdout(recipe)  # at most three plans, whose work is not limited
+            self._request.budget.extend(self._plan_work(recipe))  # at most three plans
+            self._charge(self._plan_work(recipe))
+            sqnr = self._judge_on_holdout(recipe)
             self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
             self._current = recipe if sqnr >= target else self._current
         if max(self._judged.values()) < target:  # many float blocks would be no gain then

@@ -364,8 +364,8 @@ def _latency_lines(search: SearchTrace) -> list[RenderableType]:
 
 def _validation_summary(validation: Validation, comparison: Comparison) -> str:
     """Return the number of samples and the metrics of the worst outputs."""
-    data_text = " that ranges, algorithms or a search also used" if validation.reuses_samples else ""
-    data_text = " of other data than the statistics" if validation.calibrated_on_other_data else data_text
+    data_text = " of other data than the statistics" if validation.calibrated_on_other_data else ""
+    data_text += " that ranges, algorithms or a search also used" if validation.reuses_samples else ""
     data_text = f" in {validation.folds} parts, each with ranges of the others" if validation.folds > 1 else data_text
     ranked = sorted(comparison.outputs, key=lambda output: (output.sqnr is None, output.sqnr or 0.0))
     scores = validation.score_sqnr

@@ -1,6 +1,9 @@
 """Walks over graphs, which are bounded and visit each node once."""
 
+import networkx as nx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphquant.ir import connected_groups, follow, follow_to_end, reachable, unique_name
 from graphquant.ir.types import dependency_components
@@ -40,6 +43,22 @@ def test_dependency_components_are_after_their_dependencies() -> None:
         member for component in dependency_components({"a": ["b"], "b": ["a", "d"], "d": []}) for member in component
     ]
     assert order[0] == "d"
+
+
+@given(
+    st.integers(1, 12).flatmap(lambda n: st.lists(st.lists(st.integers(0, n - 1), max_size=3), min_size=n, max_size=n))
+)
+def test_components_are_those_of_networkx(targets: list[list[int]]) -> None:
+    """Components partition the nodes as those of networkx do, and none depends on a later one."""
+    dependencies = dict(enumerate(targets))
+    components = dependency_components(dependencies)
+    graph = nx.DiGraph([(node, target) for node, others in dependencies.items() for target in others])
+    graph.add_nodes_from(dependencies)
+    assert sorted(map(sorted, components)) == sorted(map(sorted, nx.strongly_connected_components(graph)))
+    visited: set[int] = set()
+    for component in components:
+        visited.update(component)
+        assert visited.issuperset(target for node in component for target in dependencies[node])
 
 
 def test_unique_name_uses_the_smallest_suffix_that_no_container_has() -> None:

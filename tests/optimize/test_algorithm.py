@@ -36,7 +36,7 @@ class Runner:
         """Yield the outputs of the next sample for each feed."""
         return (next(self._outputs) for _ in feeds)
 
-    def free_large_session(self):
+    def free_session(self):
         """Do nothing, because there is no session."""
 
 

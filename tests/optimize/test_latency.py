@@ -17,7 +17,6 @@ from graphquant.optimize import latency
 from graphquant.optimize.candidates import ScaleGroup
 from graphquant.optimize.latency import (
     MAX_TIMED_PLANS,
-    REPORT_PAIRS,
     FusionMap,
     LatencyProfile,
     LatencyTimer,
@@ -396,11 +395,14 @@ def test_the_report_times_the_prepared_float_model(samples: Path, monkeypatch: p
     assert "quantize" in kinds[2] - kinds[1]
 
 
-@pytest.mark.parametrize(("medians", "expected"), [([0.6], 0.6), ([1.2, 0.97, 0.99, 0.98], 0.98), ([2.0], 2.0)])
+@pytest.mark.parametrize(
+    ("medians", "expected"),
+    [([0.6], 0.6), ([1.2, 0.97, 0.99], 0.99), ([2.0], 2.0), ([1.1, 1.12], 1.12), ([1.02, 1.0], 1.0)],
+)
 def test_an_unclear_comparison_is_repeated(
     samples: Path, monkeypatch: pytest.MonkeyPatch, medians: list[float], expected: float
 ) -> None:
-    """A result that seems slower than float is timed in new sessions, whose median counts; a clear one is not."""
+    """A result that seems slower is timed again; if the times differ, the median of three pairs of sessions counts."""
     model = gq.load(samples / "digits_cnn.onnx")
     batches = open_model_data(model, str(samples / "digits_cnn_calib.npz"), 1)
     ratios = iter(medians)
@@ -411,5 +413,4 @@ def test_an_unclear_comparison_is_repeated(
 
     monkeypatch.setattr(latency, "measure_time_ratio", measure)
     assert time_beside_float(model, model, batches).median == expected
-    assert len(medians) in {1, 1 + REPORT_PAIRS}
     assert list(ratios) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_ranges_that_clip_too_much(
     assert default.search is None
     sqnr = default.validation.worst_sqnr
     monkeypatch.setattr(plan_search, "MAX_CLIPPED_DB", math.inf)
-    monkeypatch.setattr(plan_search.PlanSearch, "_holdout_sqnr", lambda *_: sqnr + gain)
+    monkeypatch.setattr(repair.OutputMeter, "worst_sqnr", lambda *_: sqnr + gain)
     result = insert(**options)
     assert (result.search is not None) == is_taken
     if is_taken:
@@ -139,6 +140,8 @@ def test_float_blocks_are_the_last_change(outlier_net: Path) -> None:
     assert trace.met
     assert "float" in kept_changes(result)
     assert 0 < len(trace.float_blocks) < trace.blocks
+    assert [step.targets for step in trace.steps if step.change == "float" and step.kept] == [trace.float_blocks]
+    assert len({(step.change, step.targets) for step in trace.steps}) == len(trace.steps)
     assert not {"smoothquant", "cross-layer-equalization"} & {entry.algorithm for entry in result.algorithm_results}
     assert result.search.float_tensors
     assert {skip.rule for skip in result.skips if skip.tensor in result.search.float_tensors} == {"repair"}
@@ -468,7 +471,51 @@ def test_little_work_measures_fewer_samples(
 
     monkeypatch.setattr(repair.OutputMeter, "__init__", spy)
     insert_net(outlier_net, search_time=search_time)
-    assert len(meters[-1].feeds) == samples
+    assert len(meters[0].feeds) == samples  # the later meters are those of the hold-out
+
+
+@pytest.mark.parametrize(("gap", "is_measured"), [(math.inf, True), (4.0, True), (2.0, False), (math.nan, False)])
+def test_new_errors_on_the_holdout_are_measured_there(gap: float, is_measured: bool) -> None:
+    """A plan whose outputs are NaN only on the hold-out is repaired on its samples, as one with much more error."""
+
+    class State(repair._Repair):
+        def __init__(self) -> None:
+            self._request = SimpleNamespace(target_sqnr=20.0)  # type: ignore[assignment]
+            self._meter = self._search_meter = object()  # type: ignore[assignment]
+            self._aim, self.is_measured = 21.0, False
+
+        def _measure_on_holdout(self) -> None:
+            self.is_measured = True
+
+    state = State()
+    state._aim_higher(gap)
+    assert state.is_measured == is_measured
+    assert state._aim == (23.0 if gap == 2.0 else 21.0)
+
+
+def test_a_repair_judges_plans_on_the_samples_of_the_validation(
+    outlier_net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without bounds, both measure the first samples of the hold-out."""
+    meters: list[repair.OutputMeter] = []
+    create = repair.OutputMeter.__init__
+
+    def spy(meter: repair.OutputMeter, *arguments: Any) -> None:
+        create(meter, *arguments)
+        meters.append(meter)
+
+    monkeypatch.setattr(repair.OutputMeter, "__init__", spy)
+    monkeypatch.setattr(plan_search, "MAX_UNBOUNDED_SAMPLES", 3)
+    monkeypatch.setattr("graphquant.analysis.validation.MAX_UNBOUNDED_SAMPLES", 3)
+    result = insert_net(outlier_net)
+    assert result.validation is not None
+    assert result.validation.comparison is not None
+    assert result.validation.comparison.samples == 3
+    with np.load(outlier_net / "data.npz") as data:
+        (samples,) = data.values()
+    start = len(samples) - max(4, len(samples) // 5)
+    measured = [next(iter(feed.values())) for feed in meters[-1].feeds]
+    np.testing.assert_array_equal(np.concatenate(measured), samples[start : start + 3])
 
 
 def test_a_short_calibration_still_allows_a_search() -> None:

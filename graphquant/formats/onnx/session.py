@@ -25,6 +25,7 @@ import onnxruntime
 from onnx import ModelProto, NodeProto
 
 from graphquant import formats
+from graphquant.calibration.memory import return_freed_memory
 from graphquant.errors import ModelError
 from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance_of
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
@@ -107,6 +108,7 @@ class OnnxRunner:
         self._numbered: _NumberedModel | None = None
         # The model with its message as bytes, for its file; None for a model whose message is not large.
         self.serialized: Emission | None = None
+        self._counted: tuple[Feeds, dict[TensorRef, int]] = {}, {}  # the last feed of `element_counts`, and its result
         self.inputs: Sequence[InputSpec] = input_specs(model)
         infos = self._emission.message.graph.output
         self._output_names = [info.name for info in infos]
@@ -216,11 +218,16 @@ class OnnxRunner:
             if static_counts is not None:
                 return static_counts
             self._full_watch = None
-        size_watch = self._create_watch(tensors, "sizes")
-        return {
-            tensor: sum(int(value) if size_watch.probes[tensor].sources else value.size for value in values)
-            for tensor, values in size_watch.run_function(tensors)(feed).items()
-        }
+        last_feed, counts = self._counted
+        is_known = counts.keys() >= {*tensors} and last_feed.keys() == feed.keys()
+        if not is_known or not all(np.array_equal(last_feed[name], value) for name, value in feed.items()):
+            size_watch = self._create_watch(tensors, "sizes")
+            counts = {
+                tensor: sum(int(value) if size_watch.probes[tensor].sources else value.size for value in values)
+                for tensor, values in size_watch.run_function(tensors)(feed).items()
+            }
+            self._counted = feed, counts
+        return {tensor: counts[tensor] for tensor in tensors}
 
     def observe(
         self,
@@ -304,11 +311,14 @@ class OnnxRunner:
             if name not in self._weights:
                 self._weights[name] = self._external_weights[name]()
         weights = {name: self._weights[name] for name in names}
-        return _create_session_or_parts(message, self.model.source.folder, weights, mode)
+        session = _create_session_or_parts(message, self.model.source.folder, weights, mode)
+        if sum(value.nbytes for value in weights.values()) > SESSION_PER_THREAD_BYTES:
+            return_freed_memory()  # onnxruntime copies weights while it packs them
+        return session
 
-    def free_large_session(self, *, observing: bool = False) -> None:
-        """Free the session of `run`, or that of `observe`, if its weights need much memory. It is created again."""
-        if self._model_bytes > SESSION_PER_THREAD_BYTES:
+    def free_session(self, *, observing: bool = False, only_large: bool = True) -> None:
+        """Free the session of `run`, or that of `observe`, perhaps only if its weights need much memory."""
+        if not only_large or self._model_bytes > SESSION_PER_THREAD_BYTES:
             if observing:
                 self._full_watch = self._flagged_watch = None
             else:

@@ -183,7 +183,7 @@ class TensorFlowRunner:
         parts = {key: name.partition(":") for key, name in self._fetches.items()}
         return {key: TensorRef("", op, int(port or 0)) for key, (op, _, port) in parts.items()}
 
-    def free_large_session(self, *, observing: bool = False) -> None:
+    def free_session(self, *, observing: bool = False, only_large: bool = True) -> None:
         """Do nothing: all runs share one session."""
 
     @staticmethod

@@ -500,7 +500,7 @@ class TFLiteRunner:
         self.start_sequence()
         return map(self.run, feeds)
 
-    def free_large_session(self, *, observing: bool = False) -> None:
+    def free_session(self, *, observing: bool = False, only_large: bool = True) -> None:
         """Do nothing: all runs share one interpreter."""
 
     @staticmethod

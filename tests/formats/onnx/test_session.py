@@ -211,11 +211,27 @@ def test_large_sessions_are_freed(load_text: Any, monkeypatch: pytest.MonkeyPatc
     expected = [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])]
     runner.run({"x": X})
     before = runner._full_watch, runner._session
-    runner.free_large_session(observing=True)
+    runner.free_session(observing=True)
     assert (runner._full_watch is None, runner._session is before[1]) == (freed, True)
     assert [values[tensor][0].tolist() for values in runner.observe([tensor], [{"x": X}])] == expected
-    runner.free_large_session()
+    runner.free_session()
     assert (runner._session is None, runner._full_watch is None) == (freed, False)
+    runner.free_session(only_large=False)
+    assert (runner._session is None, runner._full_watch is None) == (True, False)
+
+
+def test_elements_of_one_sample_are_counted_once(load_text: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that only a run tells are kept for the last sample, and counted again for another one."""
+    runner = format_.create_runner(load_text(HEAD + "g (float[n] x) => (float[n] y) { h = Neg(x) y = Abs(h) }"))
+    created: list[object] = []
+    create = runner._create_watch
+    monkeypatch.setattr(runner, "_create_watch", lambda *arguments: created.append(arguments) or create(*arguments))
+    tensors = [TensorRef("", "h"), TensorRef("", "y")]
+    assert runner.element_counts(tensors, {"x": X}) == dict.fromkeys(tensors, X.size)
+    assert runner.element_counts(tensors[:1], {"x": X.copy()}) == {tensors[0]: X.size}
+    assert len(created) == 1
+    assert runner.element_counts(tensors, {"x": np.concatenate([X, X])}) == dict.fromkeys(tensors, 2 * X.size)
+    assert len(created) == 2
 
 
 class _Unreachable:
