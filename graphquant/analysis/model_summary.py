@@ -13,6 +13,7 @@ from graphquant.ir import (
     FLOAT_TYPES,
     MAC_KINDS,
     QUANTIZATION_KINDS,
+    STORED_KINDS,
     TRANSPARENT_KINDS,
     FunctionClones,
     Graph,
@@ -74,6 +75,7 @@ class OpCoverage:
     kind: str
     quantized: bool
     reason: str
+    quantized_weight: bool = False  # True if it reads a quantized weight, as all do that are quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,14 +157,31 @@ def summarize_model(model: Model) -> ModelSummary:
 
 def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     """Return the weighted ops that the outputs need, and the reasons of those with float inputs."""
-    needed = model.needed_ops()
-    ops = ((graph, op) for graph, op in model.reachable_ops() if op.name in needed.get(graph.name, ()))
-    weighted_ops = ((graph, op) for graph, op in ops if op.kind in MAC_KINDS)
-    reasons = ((graph, op, _float_input_reason(graph, op)) for graph, op in weighted_ops)
+    needed, parameters = model.needed_ops(), Parameters(model)
+    weighted_ops = [(graph, op) for graph, op in model.reachable_ops() if op.kind in MAC_KINDS]
     return tuple(
-        OpCoverage(graph=graph.name, op=op.name, kind=op.kind, quantized=not reason, reason=reason)
-        for graph, op, reason in reasons
+        OpCoverage(
+            graph=graph.name,
+            op=op.name,
+            kind=op.kind,
+            quantized=not (reason := _float_input_reason(graph, op)),
+            reason=reason,
+            quantized_weight=_has_quantized_weight(graph, op, parameters),
+        )
+        for graph, op in weighted_ops
+        if op.name in needed.get(graph.name, ())
     )
+
+
+def _has_quantized_weight(graph: Graph, op: Op, parameters: Parameters) -> bool:
+    """Return True if an op multiplies by a parameter that is quantized."""
+    for _, tensor in _float_factors(graph, op):
+        source = _look_through_movement(graph, tensor)
+        while (home := graph.graphs[source.graph]).op(source.op).kind in QUANTIZATION_KINDS:
+            source = home.slots(source.op)[0] or source
+            if parameters.is_parameter(source):
+                return True
+    return False
 
 
 def _merge_copies(
@@ -242,24 +261,28 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
     )
 
 
+def _float_factors(graph: Graph, op: Op) -> list[tuple[str, TensorRef]]:
+    """Return the tensors of a float type that an op multiplies, with their roles."""
+    inputs = ((op.role(slot), tensor) for slot, tensor in enumerate(graph.slots(op.name)) if tensor is not None)
+    roles = {"input", "weight", "recurrent_weight"}
+    return [(role, each) for role, each in inputs if role in roles and graph.output(each).dtype in FLOAT_TYPES | {None}]
+
+
 def _float_input_reason(graph: Graph, op: Op) -> str:
     """Reason why the op computes in float: its first input without quantization; "" if there is none."""
-    weights = (graph.op(tensor.op) for tensor in graph.slots(op.name) if tensor is not None and tensor.op in graph)
-    if any((weight.fused_attrs or {}).get("form") == DYNAMIC_FORM for weight in weights):
+    factors = _float_factors(graph, op)
+    tensors = [_look_through_movement(graph, tensor) for _, tensor in factors]
+    sources = [graph.graphs[tensor.graph].op(tensor.op) for tensor in tensors]
+    if any((source.fused_attrs or {}).get("form") == DYNAMIC_FORM for source in sources):
         return ""
-    for slot, tensor in enumerate(graph.slots(op.name)):
-        if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
-            continue
-        if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
-            continue
-        source = _look_through_movement(graph, tensor)
-        if source.kind not in QUANTIZATION_KINDS:
-            return f"its {op.role(slot)} {tensor} is float"
-    return ""
+    floats = [factor for factor, source in zip(factors, sources, strict=True) if source.kind not in QUANTIZATION_KINDS]
+    if len(floats) == len(sources) > 1 and not any(source.kind in STORED_KINDS for source in sources):
+        return f"it has no weight: {', '.join(str(tensor) for _, tensor in floats)} are computed in each run"
+    return f"its {floats[0][0]} {floats[0][1]} is float" if floats else ""
 
 
-def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
-    """Op that produces `tensor`, through data-movement ops."""
+def _look_through_movement(graph: Graph, tensor: TensorRef) -> TensorRef:
+    """Return the tensor of which data-movement ops make `tensor`."""
 
     def moved_input(current: TensorRef) -> TensorRef | None:
         home = graph.graphs[current.graph]
@@ -268,5 +291,4 @@ def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
         is_copy = op.kind in COPYING_KINDS or is_barrier(home, op) or (op.kind == "cast" and bool(op.rule))
         return home.source_of(Use(current.graph, current.op, op.main_slot)) if is_copy else None
 
-    source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
-    return graph.graphs[source.graph].op(source.op)
+    return follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)

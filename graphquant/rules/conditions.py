@@ -79,7 +79,9 @@ class OpNeighbors:
             return True
         if "tied" in kinds and tensor in self._tied:
             return True
-        return "parameter" in kinds and self.parameters.is_parameter(tensor)
+        return bool({"parameter", "computed"} & kinds) and (
+            ("parameter" if self.parameters.is_parameter(tensor) else "computed") in kinds
+        )
 
     def has_position(self, kinds: AbstractSet[str]) -> bool:
         """Return True if `kinds` contain a pseudo kind that an op of the model has because of its position."""

@@ -8,6 +8,7 @@ before a model is emitted. Everything between the two knows only the standard op
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from graphquant.numerics import rows_per_slab
 from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize import METADATA_PREFIX, REPLACED_KEY
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, OpInfo, Shape
@@ -39,6 +41,8 @@ SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
+TRANSPOSE_PART = "transpose"  # names that Transpose in the record of the ops that a fused op replaces
+SUMMAND_PARTS = ("summand-0", "summand-1")  # likewise for a product, by its slot in the Add that the fused op has
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -422,6 +426,7 @@ def _replace_layer(
         names.append(dequantized.op)
     fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
     plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
+    plain |= {"notes": node_notes(lift.op)}
     replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
     return [*dict.fromkeys(names), lift.op.name]
 
@@ -431,14 +436,18 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     op, graph = lift.op, lift.graph
     bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
     output, names, is_transposed = op.outputs[0], [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
+    replaced = _replaced_ops(op)
     if lift.suffix == TABLE_SUFFIX:
-        dequantized = add_transpose(graph, f"{op.name}/transpose", dequantized)
+        name, notes = replaced.get(TRANSPOSE_PART, (f"{op.name}/transpose", {}))
+        is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
+        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized, notes=notes)
         names.append(dequantized.op)
     product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
     plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
+    plain |= {"notes": node_notes(op)}
     inputs = [lift.slots[0], dequantized]
-    name, slot = [*op.anchor.split("\n"), "", ""][1:3]  # of the product, if an Add adds the bias
-    if is_transposed or (op.rule and not name and bias is not None and bias_slot == BIAS_SLOT):
+    part = next((part for part in SUMMAND_PARTS if part in replaced), "")
+    if is_transposed or (op.rule and not part and bias is not None and bias_slot == BIAS_SLOT):
         gemm = DEFAULT_DOMAIN_OPS["Gemm"]
         plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
         plain["attrs"] = {"transB": 1} if is_transposed else {}
@@ -447,12 +456,10 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if bias is None:
         replace_op(graph, replace(op, **product, **plain), inputs)
         return [*names, op.name]
-    source_op = new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product)
-    # Its value may have another name, because names of values are unique in the model.
-    source_op = replace(source_op, name=name) if name and name not in graph else source_op
-    source = graph.add_op(source_op, inputs)
+    name, notes = replaced.get(part, (f"{op.name}/product", {}))
+    source = _add_named(graph, name, new_op(graph, name, output.dtype, output.shape, notes=notes, **product), inputs)
     add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    replace_op(graph, replace(op, **add, **plain), [bias, source] if slot == "1" else [source, bias])
+    replace_op(graph, replace(op, **add, **plain), [bias, source] if part == SUMMAND_PARTS[1] else [source, bias])
     return [*names, source.op, op.name]
 
 
@@ -496,7 +503,7 @@ def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     op, graph, gather_axis = lift.op, lift.graph, int(lift.op.numeric_attr("gather_axis", 0))
     fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
     attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
-    plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": ""}
+    plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": "", "notes": node_notes(op)}
     replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
     return [dequantized.op, op.name]
 
@@ -657,6 +664,24 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
 }
 
 
+def node_notes(op: Op) -> dict[str, str]:
+    """Return the metadata of an op's node without that of graphquant, and its doc string under ""."""
+    if op.source is None:
+        return {key: value for key, value in op.notes.items() if key != REPLACED_KEY}
+    entries = {entry.key: entry.value for entry in op.source.metadata_props}
+    notes = {key: value for key, value in entries.items() if not key.startswith(METADATA_PREFIX)}
+    return {"": op.source.doc_string, **notes}
+
+
+def _replaced_ops(op: Op) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return name and notes of the ops that a fused op replaces, by their part; {} if the record is damaged."""
+    try:
+        parts = json.loads(op.notes.get(REPLACED_KEY, "{}"))
+        return {part: (str(name), {str(k): str(v) for k, v in notes.items()}) for part, (name, notes) in parts.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
 def add_constant(
     graph: Graph, name: str, dtype: str | None, shape: Shape | None, read_value: Callable[[], Array], **fields: Any
 ) -> TensorRef:
@@ -670,7 +695,12 @@ def add_transpose(graph: Graph, name: str, matrix: TensorRef, **fields: Any) -> 
     output, attrs = graph.output(matrix), {"perm": [1, 0]}
     shape = None if output.shape is None else output.shape[::-1]
     transpose = new_op(graph, name, output.dtype, shape, kind="transpose", type="Transpose", attrs=attrs, **fields)
-    return graph.add_op(transpose, [matrix])
+    return _add_named(graph, name, transpose, [matrix])
+
+
+def _add_named(graph: Graph, name: str, op: Op, inputs: Sequence[TensorRef | None]) -> TensorRef:
+    """Add an op, with this name if no op has it, although a value may; return its tensor."""
+    return graph.add_op(op if name in graph else replace(op, name=name), inputs)
 
 
 def constant_value(constant: Op) -> Array:

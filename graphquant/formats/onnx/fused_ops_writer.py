@@ -6,6 +6,7 @@ ops. An op that `lift_fused_ops` replaced, and that was not changed since, is wr
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,16 @@ from graphquant.formats.onnx.fused_ops import (
     MOE_WEIGHTS,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
+    SUMMAND_PARTS,
     TABLE_SUFFIX,
+    TRANSPOSE_PART,
     TRANSPOSED_SUFFIX,
     LiftedOp,
     MatrixLayout,
     add_constant,
     add_transpose,
     constant_value,
+    node_notes,
     numpy_dtype,
     remove_if_unread,
     replace_op,
@@ -55,6 +59,7 @@ from graphquant.qdq import (
 )
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize import REPLACED_KEY
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
@@ -250,7 +255,7 @@ class _Weight:
             inputs = [constants[0], slots[1], *filter(None, constants[1:])]
         else:
             return
-        _replace_product(graph, result, consumer, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
+        self.replace_product(use, result, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
 
     def find_bias(self, product: Op, columns: Shape | None) -> tuple[Op, list[TensorRef | None]]:
         """Return the op that adds the bias, the product or an Add of a constant with the shape `columns`, and it."""
@@ -346,7 +351,23 @@ class _Weight:
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
         result, bias = self.find_bias(product, graph.output(constants[0]).shape[-1:])
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
-        _replace_product(graph, result, product, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+        self.replace_product(use, result, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+
+    def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
+        """Replace the product of a use, or the Add `result` of its bias, by a fused op with a record of both."""
+        graph, product, parts = self.graph, self.graph.op(use.op), dict[str, Op]()
+        weight = graph.source_of(use)
+        if weight is not None and weight != self.tensor:
+            parts[TRANSPOSE_PART] = graph.op(weight.op)
+        if result is not product:
+            slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
+            parts[SUMMAND_PARTS[slot]] = product
+        if parts:
+            record = json.dumps({part: (op.name, node_notes(op)) for part, op in parts.items()})
+            fused = replace(fused, notes={**fused.notes, REPLACED_KEY: record})
+        replace_op(graph, fused, inputs)
+        if result is not product:
+            graph.remove_op(product.name)
 
 
 def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[TensorRef, _Weight]) -> None:
@@ -446,17 +467,8 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
         source=None,
         rule=dequantize.rule,
         anchor=dequantize.anchor,
+        notes=node_notes(op),
     )
-
-
-def _replace_product(graph: Graph, result: Op, product: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
-    """Replace a product, or the Add of its bias, by a fused op. Its anchor gets the product's name and slot there."""
-    if result is not product and "\n" not in product.name:
-        slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
-        fused = replace(fused, anchor=f"{fused.anchor}\n{product.name}\n{slot}")
-    replace_op(graph, fused, inputs)
-    if result is not product:
-        graph.remove_op(product.name)
 
 
 def _share_rounded_inputs(graph: Graph) -> None:

@@ -32,8 +32,8 @@ from graphquant.formats.onnx.tensors import (
     tensor_shape,
     type_and_shape,
 )
-from graphquant.ir import Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
-from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
+from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
+from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, REPLACED_KEY, make_record, op_provenance_json
 from graphquant.quantize.integer_io import integer_tensors
 
 if TYPE_CHECKING:
@@ -124,11 +124,13 @@ def metadata_entries(message: Any) -> dict[str, str]:
     return {entry.key.removeprefix(METADATA_PREFIX): entry.value for entry in entries}
 
 
-def read_rule_notes(message: Any) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return rule and anchor of ops by graph and name, for models whose nodes have no metadata; {} if damaged."""
+def read_rule_notes(message: Any) -> dict[str, dict[str, list[str]]]:
+    """Return rule, anchor and replaced ops by graph and name of op, where nodes have no metadata; {} if damaged."""
     try:
         notes = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
-        return {g: {op: (str(rule), str(anchor)) for op, (rule, anchor) in ops.items()} for g, ops in notes.items()}
+        return {
+            g: {op: list(map(str, [*texts, "", "", ""][:3])) for op, texts in ops.items()} for g, ops in notes.items()
+        }
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -323,10 +325,9 @@ class GraphIndexer:
         if callee is not None:
             calls = (Call(node.op_type, callee, 0), *calls)
         notes = {entry.key: entry.value for entry in node.metadata_props}
-        rule, anchor = self._rule_notes.get(scope.graph.name, {}).get(name) or (
-            notes.get(RULE_KEY, ""),
-            notes.get(ANCHOR_KEY, ""),
-        )
+        rule, anchor, replaced = self._rule_notes.get(scope.graph.name, {}).get(name) or [
+            notes.get(key, "") for key in (RULE_KEY, ANCHOR_KEY, REPLACED_KEY)
+        ]
         scope.positions[name] = len(scope.nodes)
         scope.nodes.append(name)
         scope.add(
@@ -344,6 +345,7 @@ class GraphIndexer:
                 source=node,
                 rule=rule,
                 anchor=anchor,
+                notes={REPLACED_KEY: replaced} if replaced else NO_ATTRS,
             )
         )
 

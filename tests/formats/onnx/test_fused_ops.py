@@ -532,6 +532,34 @@ def test_strip_of_products_with_equal_names(tmp_path: Path) -> None:
         assert [(node.op_type, node.name) for node in nodes] == [("MatMul", "product"), ("Add", "y")]
 
 
+@pytest.mark.parametrize("form", ["packed", "dynamic"])
+@pytest.mark.parametrize("ir_version", [8, 10])
+def test_replaced_ops_keep_names_and_notes(tmp_path: Path, form: str, ir_version: int) -> None:
+    """A fused op has the doc string of its result, and `strip` gives names and notes of all replaced ops back."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (512, 64)), ("b", 512))}
+    text = (
+        "t = Transpose <perm = [1, 0]> (w) m = MatMul(x, t) a = Add(b, m) n = MatMul(x, t) r = Gather(w, i) y = Relu(a)"
+    )
+    outputs = "float[n, 512] y, float[n, 512] n, float[k, 64] r"
+    message = parse(text, "float[n, 64] x, int64[k] i", outputs, weights, opset=18 if form == "dynamic" else 21)
+    message.ir_version = ir_version
+    for node in message.graph.node:
+        node.name, node.doc_string = f"name of {node.output[0]}", f"doc of {node.output[0]}"
+        if ir_version == 10:
+            node.metadata_props.add(key="scope", value=node.output[0])
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = "dynamic" if form == "dynamic" else write_rules(tmp_path / "r.toml", "int8", 'form = "packed"')
+    written = gq.load(gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "quant.onnx"))
+    quantized = onnx_format.emit(written)
+    fused = {node.name: node for node in quantized.graph.node if node.domain == "com.microsoft"}
+    assert {name: node.doc_string for name, node in fused.items()} == {f"name of {v}": f"doc of {v}" for v in "an"}
+    stripped = onnx_format.emit(gq.strip(written, everything=True).model)
+    source = sorted((node.name, node.op_type, node.doc_string, str(node.metadata_props)) for node in message.graph.node)
+    result = ((node.name, node.op_type, node.doc_string, str(node.metadata_props)) for node in stripped.graph.node)
+    assert sorted(result) == source
+
+
 def test_weight_of_two_sums(tmp_path: Path) -> None:
     """A weight that two products read is packed once. One of them adds a bias."""
     rng = np.random.default_rng(0)
