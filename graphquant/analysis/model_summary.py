@@ -75,7 +75,7 @@ class OpCoverage:
     kind: str
     quantized: bool
     reason: str
-    quantized_weight: bool = False  # True if it reads a quantized weight, as all do that are quantized
+    partly_quantized: bool  # true if only some of its inputs are, such as its weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,31 +157,9 @@ def summarize_model(model: Model) -> ModelSummary:
 
 def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     """Return the weighted ops that the outputs need, and the reasons of those with float inputs."""
-    needed, parameters = model.needed_ops(), Parameters(model)
+    needed = model.needed_ops()
     weighted_ops = [(graph, op) for graph, op in model.reachable_ops() if op.kind in MAC_KINDS]
-    return tuple(
-        OpCoverage(
-            graph=graph.name,
-            op=op.name,
-            kind=op.kind,
-            quantized=not (reason := _float_input_reason(graph, op)),
-            reason=reason,
-            quantized_weight=_has_quantized_weight(graph, op, parameters),
-        )
-        for graph, op in weighted_ops
-        if op.name in needed.get(graph.name, ())
-    )
-
-
-def _has_quantized_weight(graph: Graph, op: Op, parameters: Parameters) -> bool:
-    """Return True if an op multiplies by a parameter that is quantized."""
-    for _, tensor in _float_factors(graph, op):
-        source = _look_through_movement(graph, tensor)
-        while (home := graph.graphs[source.graph]).op(source.op).kind in QUANTIZATION_KINDS:
-            source = home.slots(source.op)[0] or source
-            if parameters.is_parameter(source):
-                return True
-    return False
+    return tuple(_op_coverage(graph, op) for graph, op in weighted_ops if op.name in needed.get(graph.name, ()))
 
 
 def _merge_copies(
@@ -225,13 +203,11 @@ def _float_clone_ops(model: Model, clones: FunctionClones, quantized: set[tuple[
         for op in graph.ops():
             if op.kind not in MAC_KINDS:
                 continue
-            original, reason = clones.original_op(name, op.name), _float_input_reason(graph, op)
-            if original is None:
-                reason = "no op that runs computes the same on the same variables" if reason else ""
-            elif original not in quantized:
-                reason = ""
-            if reason:
-                yield OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=False, reason=reason)
+            original, covered = clones.original_op(name, op.name), _op_coverage(graph, op)
+            if original is None and covered.reason:
+                yield replace(covered, reason="no op that runs computes the same on the same variables")
+            elif original in quantized and covered.reason:
+                yield covered
 
 
 def _is_paired_quantize(graph: Graph, op: Op) -> bool:
@@ -261,28 +237,26 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
     )
 
 
-def _float_factors(graph: Graph, op: Op) -> list[tuple[str, TensorRef]]:
-    """Return the tensors of a float type that an op multiplies, with their roles."""
-    inputs = ((op.role(slot), tensor) for slot, tensor in enumerate(graph.slots(op.name)) if tensor is not None)
-    roles = {"input", "weight", "recurrent_weight"}
-    return [(role, each) for role, each in inputs if role in roles and graph.output(each).dtype in FLOAT_TYPES | {None}]
+def _op_coverage(graph: Graph, op: Op) -> OpCoverage:
+    """Return the coverage of a weighted op, whose reason is its first input without quantization."""
+    factors = [
+        (op.role(slot), tensor, _look_through_movement(graph, tensor))
+        for slot, tensor in enumerate(graph.slots(op.name))
+        if tensor is not None and op.role(slot) in {"input", "weight", "recurrent_weight"}
+        if graph.output(tensor).dtype in FLOAT_TYPES | {None}
+    ]
+    floats = [factor for factor in factors if factor[2].kind not in QUANTIZATION_KINDS]
+    reason, partly = "", 0 < len(floats) < len(factors)
+    if not any((source.fused_attrs or {}).get("form") == DYNAMIC_FORM for *_, source in factors):
+        reason = f"its {floats[0][0]} {floats[0][1]} is float" if floats else ""
+        if len(floats) == len(factors) > 1 and not any(source.kind in STORED_KINDS for *_, source in floats):
+            reason = f"it has no weight: {', '.join(str(tensor) for _, tensor, _ in floats)} are computed in each run"
+    fields: dict[str, Any] = {"quantized": not reason, "reason": reason, "partly_quantized": partly and bool(reason)}
+    return OpCoverage(graph=graph.name, op=op.name, kind=op.kind, **fields)
 
 
-def _float_input_reason(graph: Graph, op: Op) -> str:
-    """Reason why the op computes in float: its first input without quantization; "" if there is none."""
-    factors = _float_factors(graph, op)
-    tensors = [_look_through_movement(graph, tensor) for _, tensor in factors]
-    sources = [graph.graphs[tensor.graph].op(tensor.op) for tensor in tensors]
-    if any((source.fused_attrs or {}).get("form") == DYNAMIC_FORM for source in sources):
-        return ""
-    floats = [factor for factor, source in zip(factors, sources, strict=True) if source.kind not in QUANTIZATION_KINDS]
-    if len(floats) == len(sources) > 1 and not any(source.kind in STORED_KINDS for source in sources):
-        return f"it has no weight: {', '.join(str(tensor) for _, tensor in floats)} are computed in each run"
-    return f"its {floats[0][0]} {floats[0][1]} is float" if floats else ""
-
-
-def _look_through_movement(graph: Graph, tensor: TensorRef) -> TensorRef:
-    """Return the tensor of which data-movement ops make `tensor`."""
+def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
+    """Op that produces `tensor`, through data-movement ops."""
 
     def moved_input(current: TensorRef) -> TensorRef | None:
         home = graph.graphs[current.graph]
@@ -291,4 +265,5 @@ def _look_through_movement(graph: Graph, tensor: TensorRef) -> TensorRef:
         is_copy = op.kind in COPYING_KINDS or is_barrier(home, op) or (op.kind == "cast" and bool(op.rule))
         return home.source_of(Use(current.graph, current.op, op.main_slot)) if is_copy else None
 
-    return follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
+    source = follow_to_end(tensor, moved_input, MAX_MOVEMENT_OPS)
+    return graph.graphs[source.graph].op(source.op)
