@@ -151,3 +151,12 @@ def test_every_product_has_a_weight_or_a_reason(form: str, rules: str, architect
     assert len(skipped) == (4 if form == "standard" else 2)
     is_float = {covered.op for covered in coverage if covered.reason}
     assert is_float == (skipped if rules == "dynamic" else {covered.op for covered in coverage})
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_forms_within_a_size_budget(tmp_path: Path, *, past: bool) -> None:
+    """Weights of a chosen width have the form for 64 tokens, as those of the rules, or for one token after others."""
+    decoder = Decoder(past=past, hidden=256, vocabulary=1024, tied=None, ops="standard")
+    result = gq.insert(save_decoder(decoder, tmp_path), rules="weight_only_int8", size_budget="20%")
+    chosen = [site.scheme for site in result.plan.sites if site.rule == "size-budget"]
+    assert {(scheme.type.bits, scheme.args.form) for scheme in chosen} == {(4, "packed" if past else "folded")}
