@@ -468,7 +468,7 @@ def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
         return []
     quantized_count = sum(covered.quantized for covered in summary.coverage)
     partly_count = sum(covered.partly_quantized for covered in summary.coverage)
-    others = f", and {partly_count} others one" if partly_count else ""
+    others = f"; {partly_count} more read some" if partly_count else ""
     message = f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors{others}."
     lines: list[RenderableType] = [plain_line(message, style="bold")]
     for covered in summary.coverage if quantized_count or partly_count else ():

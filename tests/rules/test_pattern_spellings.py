@@ -330,6 +330,10 @@ def test_wrong_numbers_of_operands():
     [
         ('use = ["nothing"]\n[[rule]]\nname = "r"\nproducer = { kind = "conv" }\nquantize = "float"\n', 1),
         ('use = ["transformers"]\n[pattern.gelu]\nops = ["y = relu(x)"]\n', 2),
+        (
+            'use = ["signals", "weights"]\n[[rule]]\nname = "einsum"\nproducer = { kind = "conv" }\nquantize = "float"\n',
+            3,
+        ),
         ('[[rule]]\nname = "r"\nproducer = { pattern = "gelu" }\nquantize = "float"\n', 3),
     ],
 )
@@ -344,3 +348,12 @@ def test_library():
     rule = '[[rule]]\nname = "r"\nproducer = { pattern = "gelu.*" }\nquantize = "float"\n'
     ruleset = load_ruleset([f'use = ["transformers"]\n{rule}'])
     assert "gelu" in ruleset.rules[0].patterns
+
+
+def test_rules_of_a_library():
+    """The rules of a library precede those of the file, which may name them, at the line of `use`."""
+    rule = '[[rule]]\nname = "r"\nconsumer = { kind = "*", sibling_rule = "attention" }\nquantize = "float"\n'
+    ruleset = load_ruleset([f'description = "d"\nuse = ["signals", "weights"]\n{rule}'])
+    names = [(bound.rule.name, bound.line) for bound in ruleset.rules]
+    assert names[-1] == ("r", 3)
+    assert names[:2] == [("spectrum-filter", 2), ("spectrum-constants", 2)]
