@@ -249,8 +249,10 @@ def _op_coverage(graph: Graph, op: Op) -> OpCoverage:
     reason, partly = "", 0 < len(floats) < len(factors)
     if not any((source.fused_attrs or {}).get("form") == DYNAMIC_FORM for *_, source in factors):
         reason = f"its {floats[0][0]} {floats[0][1]} is float" if floats else ""
-        if len(floats) == len(factors) > 1 and not any(source.kind in STORED_KINDS for *_, source in floats):
-            reason = f"it has no weight: {', '.join(str(tensor) for _, tensor, _ in floats)} are computed in each run"
+        if floats and not partly and not any(source.kind in STORED_KINDS for *_, source in floats):
+            reason = (
+                f"it has no weight; its factors are computed in each run: {', '.join(str(each[1]) for each in floats)}"
+            )
     fields: dict[str, Any] = {"quantized": not reason, "reason": reason, "partly_quantized": partly and bool(reason)}
     return OpCoverage(graph=graph.name, op=op.name, kind=op.kind, **fields)
 

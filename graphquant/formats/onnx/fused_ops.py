@@ -21,7 +21,7 @@ import numpy as np
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import Model, Op, TensorRef, Use, fully_known_shape
+from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, Use, fully_known_shape
 from graphquant.numerics import rows_per_slab
 from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
@@ -42,6 +42,7 @@ PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
 TRANSPOSE_PART = "transpose"  # names that Transpose in the record of the ops that a fused op replaces
+GEMM_PART = "Gemm"  # likewise for a Gemm, whose bias the fused op has
 SUMMAND_PARTS = ("summand-0", "summand-1")  # likewise for a product, by its slot in the Add that the fused op has
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
@@ -424,43 +425,44 @@ def _replace_layer(
         dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
-    fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
-    plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
-    plain |= {"notes": node_notes(lift.op)}
-    replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
+    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, info), domain=domain, attrs=attrs), inputs)
     return [*dict.fromkeys(names), lift.op.name]
+
+
+def _standard_op(op: Op, op_type: str, info: OpInfo | None = None) -> Op:
+    """Return a standard op, without attributes, in place of a fused one."""
+    info = info or DEFAULT_DOMAIN_OPS[op_type]
+    fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
+    fields |= {"domain": "", "attrs": NO_ATTRS, "rule": "", "anchor": "", "source": None, "notes": node_notes(op)}
+    return replace(op, type=op_type, **fields)
 
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
     """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
-    op, graph = lift.op, lift.graph
-    bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
-    output, names, is_transposed = op.outputs[0], [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
-    replaced = _replaced_ops(op)
+    op, graph, replaced = lift.op, lift.graph, _replaced_ops(lift.op)
+    bias = [slot for slot in lift.slots[bias_slot : bias_slot + 1] if slot is not None]
+    names, is_transposed = [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
     if lift.suffix == TABLE_SUFFIX:
         name, notes = replaced.get(TRANSPOSE_PART, (f"{op.name}/transpose", {}))
         is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
         dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized, notes=notes)
         names.append(dequantized.op)
-    product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
-    plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
-    plain |= {"notes": node_notes(op)}
     inputs = [lift.slots[0], dequantized]
-    part = next((part for part in SUMMAND_PARTS if part in replaced), "")
-    if is_transposed or (op.rule and not part and bias is not None and bias_slot == BIAS_SLOT):
-        gemm = DEFAULT_DOMAIN_OPS["Gemm"]
-        plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
-        plain["attrs"] = {"transB": 1} if is_transposed else {}
-        replace_op(graph, replace(op, **plain), inputs if bias is None else [*inputs, bias])
+    if is_transposed or GEMM_PART in replaced:
+        gemm = replace(_standard_op(op, "Gemm"), channel_axis=int(not is_transposed))
+        replace_op(graph, replace(gemm, attrs={"transB": 1} if is_transposed else {}), [*inputs, *bias])
         return [*names, op.name]
-    if bias is None:
-        replace_op(graph, replace(op, **product, **plain), inputs)
-        return [*names, op.name]
-    name, notes = replaced.get(part, (f"{op.name}/product", {}))
-    source = _add_named(graph, name, new_op(graph, name, output.dtype, output.shape, notes=notes, **product), inputs)
-    add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    replace_op(graph, replace(op, **add, **plain), [bias, source] if part == SUMMAND_PARTS[1] else [source, bias])
-    return [*names, source.op, op.name]
+    product = replace(_standard_op(op, "MatMul"), channel_axis=1)
+    if bias:
+        part = SUMMAND_PARTS[int(SUMMAND_PARTS[1] in replaced)]
+        name, notes = replaced.get(part, (f"{op.name}/product", {}))
+        named = new_op(graph, name, op.outputs[0].dtype, op.outputs[0].shape, kind=product.kind, type=product.type)
+        product = replace(named, roles=product.roles, channel_axis=1, notes=notes)
+        source = _add_named(graph, name, product, inputs)
+        names.append(source.op)
+        product, inputs = _standard_op(op, "Add"), [source, *bias] if part == SUMMAND_PARTS[0] else [*bias, source]
+    replace_op(graph, product, inputs)
+    return [*names, op.name]
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
@@ -500,12 +502,10 @@ def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | Non
 
 def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
-    op, graph, gather_axis = lift.op, lift.graph, int(lift.op.numeric_attr("gather_axis", 0))
-    fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
-    attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
-    plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": "", "notes": node_notes(op)}
-    replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
-    return [dequantized.op, op.name]
+    gather_axis = int(lift.op.numeric_attr("gather_axis", 0))
+    gather = replace(_standard_op(lift.op, "Gather"), attrs={"axis": gather_axis} if gather_axis else {})
+    replace_op(lift.graph, gather, [dequantized, lift.slots[1]])
+    return [dequantized.op, lift.op.name]
 
 
 def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
@@ -744,7 +744,10 @@ def replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None
 
 
 def remove_if_unread(model: Model, tensor: TensorRef) -> None:
-    """Remove the op of a tensor if nothing reads it."""
+    """Remove the op of a tensor if nothing reads it, and the constants that only it reads."""
     graph = model.graphs[tensor.graph]
     if tensor.op in graph and not graph.consumers_by_port(tensor.op):
+        constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
         graph.remove_op(tensor.op)
+        for constant in sorted(constants):
+            remove_if_unread(model, constant)

@@ -21,6 +21,7 @@ from graphquant.formats.onnx.fused_ops import (
     BITS_PER_BYTE,
     DYNAMIC_BIAS_SLOT,
     DYNAMIC_QUANTIZE,
+    GEMM_PART,
     LSTM_SLOTS,
     MOE_FIRST_WEIGHT,
     MOE_WEIGHTS,
@@ -362,6 +363,8 @@ class _Weight:
         if result is not product:
             slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
             parts[SUMMAND_PARTS[slot]] = product
+        elif product.type == GEMM_PART:
+            parts[GEMM_PART] = product
         if parts:
             record = json.dumps({part: (op.name, node_notes(op)) for part, op in parts.items()})
             fused = replace(fused, notes={**fused.notes, REPLACED_KEY: record})
@@ -397,7 +400,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
         remove_if_unread(weight.model, tensor)
     if is_tied and graph.consumers(weight.tensor):
         weight.fold()
-    _remove_with_constants(weight.model, weight.tensor)
+    remove_if_unread(weight.model, weight.tensor)
 
 
 def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: dict[TensorRef, _Weight]) -> bool:
@@ -435,7 +438,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
     marks = replace(ops[0], rule=rules.strip(), anchor=anchors.strip())
     replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
     for weight in weights.values():
-        _remove_with_constants(model, weight.tensor)
+        remove_if_unread(model, weight.tensor)
     return True
 
 
@@ -517,14 +520,3 @@ def _matrix_layout(weight: PackedWeight) -> MatrixLayout:
     first, transposed = math.prod(sizes), weight.axis == 0
     rows, columns = (second, first) if transposed else (first, second)
     return MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
-
-
-def _remove_with_constants(model: Model, tensor: TensorRef) -> None:
-    """Remove an op that nothing reads, and the constants that only it reads."""
-    graph = model.graphs[tensor.graph]
-    if tensor.op not in graph or graph.consumers_by_port(tensor.op):
-        return
-    constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
-    graph.remove_op(tensor.op)
-    for constant in sorted(constants):
-        remove_if_unread(model, constant)
