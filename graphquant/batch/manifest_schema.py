@@ -9,17 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    TypeAdapter,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
 from pydantic.dataclasses import dataclass
 
 from graphquant.backends import BACKENDS
@@ -91,11 +81,15 @@ class _SettingValidators:
             raise ValueError("expected a string or an array of strings")  # noqa: TRY004  # pydantic reports it
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("method", "family", check_fields=False)
+    @field_validator("method", check_fields=False)
     @classmethod
-    def _validate_name(cls, value: str | None, field: ValidationInfo) -> str | None:
-        name = field.field_name or ""
-        return _require_known(name, value, {"method": CALIBRATION_METHODS, "family": FAMILIES}[name])
+    def _validate_method(cls, value: str | None) -> str | None:
+        return _require_known("method", value, CALIBRATION_METHODS)
+
+    @field_validator("family", check_fields=False)
+    @classmethod
+    def _validate_family(cls, value: str | None) -> str | None:
+        return _require_known("family", value, FAMILIES)
 
     @field_validator("check", mode="before", check_fields=False)
     @classmethod

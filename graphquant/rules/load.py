@@ -68,7 +68,6 @@ def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake
     used = used if _is_list_of_strings(used) else []
     libraries = [_read_library(shipped[name]) for name in used if name in shipped]
     library_patterns = {key: pattern for library in libraries for key, pattern in library.pattern.items()}
-    library_rules = [rule for library in libraries for rule in library.rule]
     mistakes: list[Mistake] = [
         (("use", index), f"there is no pattern library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
         for index, name in enumerate(used)
@@ -77,10 +76,10 @@ def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake
     if isinstance(base := data.get("extends"), str) and base and base not in shipped_rule_files():
         hint = _hint(base, shipped_rule_files(), "Shipped are")
         mistakes.append((("extends",), f"there is no shipped rule file {format_value(base)}.{hint}"))
-    mistakes += _reference_mistakes(data, library_patterns, library_rules)
+    mistakes += _reference_mistakes(data, library_patterns)
     file, validation_mistakes = validate_document(data, RuleFile, RULE_FILE_KIND)
     if file is not None:
-        file = replace(file, pattern={**library_patterns, **file.pattern}, rule=[*library_rules, *file.rule])
+        file = replace(file, pattern={**library_patterns, **file.pattern})
     return (None if mistakes else file), [*mistakes, *validation_mistakes]
 
 
@@ -97,7 +96,7 @@ def shipped_pattern_libraries() -> dict[str, Path]:
 
 @cache
 def _read_library(path: Path) -> PatternLibrary:
-    """Return the patterns and rules of a shipped library, which has no mistakes."""
+    """Return a shipped library, which has no mistakes."""
     return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8")))
 
 
@@ -105,15 +104,13 @@ def _is_list_of_strings(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
-def _reference_mistakes(
-    data: dict[str, Any], library_patterns: Mapping[str, Pattern], library_rules: Iterable[Rule]
-) -> Iterator[Mistake]:
+def _reference_mistakes(data: dict[str, Any], library_patterns: Mapping[str, Pattern]) -> Iterator[Mistake]:
     """Yield mistakes that concern several values. Values of a wrong type are ignored here."""
     schemes, patterns = _tables_by_name(data.get("scheme")), _tables_by_name(data.get("pattern"))
     yield from _table_name_mistakes(schemes, patterns, library_patterns)
     rules = data.get("rule")
     rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []
-    yield from _rule_name_mistakes(rules, library_rules)
+    yield from _rule_name_mistakes(rules)
     pattern_lines: dict[str, object] = {name: list(pattern.ops) for name, pattern in library_patterns.items()}
     pattern_lines |= {name: pattern.get("ops") for name, pattern in patterns.items()}
     outcomes = [*schemes, *BUILTIN_OUTCOMES]
@@ -146,10 +143,10 @@ def _table_name_mistakes(
             yield ("scheme", name, "name"), "'name' is not a key of a scheme. The header [scheme.NAME] names it."
 
 
-def _rule_name_mistakes(rules: list[dict[str, Any]], library_rules: Iterable[Rule]) -> Iterator[Mistake]:
+def _rule_name_mistakes(rules: list[dict[str, Any]]) -> Iterator[Mistake]:
     """Yield mistakes in the names of rules, and in the `sibling_rule` conditions that refer to them."""
     selectors = list(_tables_by_name({index: rule.get("consumer") for index, rule in enumerate(rules)}).values())
-    uses_sibling = {rule.name: rule.consumer.sibling_rule is not None for rule in library_rules}
+    uses_sibling: dict[str, bool] = {}
     for index, (rule, selector) in enumerate(zip(rules, selectors, strict=True)):
         name = rule.get("name")
         if isinstance(name, str):
@@ -264,8 +261,12 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
-        for library in file.use:
-            digest.update(hashlib.sha256(shipped_pattern_libraries()[library].read_bytes()).digest())
+        for library in (shipped_pattern_libraries()[name] for name in file.use):
+            digest.update(hashlib.sha256(library.read_bytes()).digest())
+            find_line = partial(nearest_line, locate, ("use",))
+            rules += [
+                BoundRule(rule, library.stem, find_line, None, file.pattern) for rule in _read_library(library).rule
+            ]
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
@@ -275,9 +276,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()} | overrides
         if file.extends:
             sources.insert(index + 1, (position, file.extends, shipped_rule_files()[file.extends], schemes))
-        library_rules = sum(len(_read_library(shipped_pattern_libraries()[library]).rule) for library in file.use)
-        for rule_index, rule in enumerate(file.rule, -library_rules):
-            find_line = partial(nearest_line, locate, ("rule", rule_index) if rule_index >= 0 else ("use",))
+        for rule_index, rule in enumerate(file.rule):
+            find_line = partial(nearest_line, locate, ("rule", rule_index))
             rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
     if failures:
         raise RuleError("\n".join(failures))

@@ -330,10 +330,6 @@ def test_wrong_numbers_of_operands():
     [
         ('use = ["nothing"]\n[[rule]]\nname = "r"\nproducer = { kind = "conv" }\nquantize = "float"\n', 1),
         ('use = ["transformers"]\n[pattern.gelu]\nops = ["y = relu(x)"]\n', 2),
-        (
-            'use = ["signals", "weights"]\n[[rule]]\nname = "einsum"\nproducer = { kind = "conv" }\nquantize = "float"\n',
-            3,
-        ),
         ('[[rule]]\nname = "r"\nproducer = { pattern = "gelu" }\nquantize = "float"\n', 3),
     ],
 )
@@ -351,9 +347,9 @@ def test_library():
 
 
 def test_rules_of_a_library():
-    """The rules of a library precede those of the file, which may name them, at the line of `use`."""
-    rule = '[[rule]]\nname = "r"\nconsumer = { kind = "*", sibling_rule = "attention" }\nquantize = "float"\n'
+    """The rules of a library precede those of the file, at the line of `use`, also if two have the same name."""
+    rule = '[[rule]]\nname = "einsum"\nconsumer = { kind = "conv" }\nquantize = "float"\n'
     ruleset = load_ruleset([f'description = "d"\nuse = ["signals", "weights"]\n{rule}'])
-    names = [(bound.rule.name, bound.line) for bound in ruleset.rules]
-    assert names[-1] == ("r", 3)
-    assert names[:2] == [("spectrum-filter", 2), ("spectrum-constants", 2)]
+    rules = [(bound.file, bound.rule.name, bound.line) for bound in ruleset.rules]
+    assert rules[-2:] == [("weights", "einsum", 2), ("rules[0]", "einsum", 3)]
+    assert {file for file, _, line in rules if line == 2} == {"weights"}
