@@ -25,7 +25,6 @@ from graphquant.quantize.source_record import (
     METADATA_PREFIX,
     OPS_KEY,
     RECORD_KEY,
-    REPLACED_KEY,
     make_record,
     op_provenance_json,
     restore_source,

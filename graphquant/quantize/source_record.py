@@ -326,18 +326,14 @@ def _message_digest(message: Any) -> str:
 
 METADATA_PREFIX = "graphquant."  # prefix of all metadata keys
 RECORD_KEY = "record"  # key of the record
-OPS_KEY = "ops"  # key of each op's rule, anchor and replaced ops in an old ONNX model, whose nodes have no metadata
-REPLACED_KEY = "graphquant.replaced"  # key of a fused op in a node's metadata, for the ops that it replaces, as JSON
+OPS_KEY = "ops"  # key of the entries of each op in an old ONNX model, whose nodes have no metadata
 
 
 def op_provenance_json(model: Model) -> str:
-    """Return rule, anchor and replaced ops of each inserted op as JSON, by graph and op; "" if there is none."""
-    by_graph: dict[str, dict[str, list[str]]] = {}
+    """Return rule, anchor and notes of each inserted op as JSON, by graph and op; "" if there is none."""
+    by_graph: dict[str, dict[str, list[Any]]] = {}
     for name, graph in model.graphs.items():
-        inserted = {op.name: op for op in graph.ops() if op.rule and op.kind != "constant"}
-        if inserted:
-            by_graph[name] = {
-                key: [op.rule, op.anchor, *filter(None, [op.notes.get(REPLACED_KEY)])]
-                for key, op in sorted(inserted.items())
-            }
+        inserted = (op for op in graph.ops() if op.rule and op.kind != "constant")
+        if entries := {op.name: [op.rule, op.anchor, dict(op.notes)] for op in inserted}:
+            by_graph[name] = dict(sorted(entries.items()))
     return json.dumps(dict(sorted(by_graph.items())), separators=(",", ":")) if by_graph else ""

@@ -8,7 +8,6 @@ before a model is emitted. Everything between the two knows only the standard op
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from graphquant.numerics import rows_per_slab
 from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
-from graphquant.quantize import METADATA_PREFIX, REPLACED_KEY
+from graphquant.quantize import METADATA_PREFIX
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, OpInfo, Shape
@@ -41,9 +40,11 @@ SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
-TRANSPOSE_PART = "transpose"  # names that Transpose in the record of the ops that a fused op replaces
-GEMM_PART = "Gemm"  # likewise for a Gemm, whose bias the fused op has
-SUMMAND_PARTS = ("summand-0", "summand-1")  # likewise for a product, by its slot in the Add that the fused op has
+
+# Metadata of a fused op with the name of another op that it replaces: the Transpose of its table, a Gemm, or a product,
+# by its slot in the Add that the fused op has.
+TRANSPOSE_KEY, GEMM_KEY = f"{METADATA_PREFIX}transpose", f"{METADATA_PREFIX}gemm"
+SUMMAND_KEYS = f"{METADATA_PREFIX}summand-0", f"{METADATA_PREFIX}summand-1"
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -439,28 +440,27 @@ def _standard_op(op: Op, op_type: str, info: OpInfo | None = None) -> Op:
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
     """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
-    op, graph, replaced = lift.op, lift.graph, _replaced_ops(lift.op)
+    op, graph = lift.op, lift.graph
     bias = [slot for slot in lift.slots[bias_slot : bias_slot + 1] if slot is not None]
     names, is_transposed = [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
     if lift.suffix == TABLE_SUFFIX:
-        name, notes = replaced.get(TRANSPOSE_PART, (f"{op.name}/transpose", {}))
+        name = op.notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
         is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
-        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized, notes=notes)
+        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
         names.append(dequantized.op)
     inputs = [lift.slots[0], dequantized]
-    if is_transposed or GEMM_PART in replaced:
+    if is_transposed or GEMM_KEY in op.notes:
         gemm = replace(_standard_op(op, "Gemm"), channel_axis=int(not is_transposed))
         replace_op(graph, replace(gemm, attrs={"transB": 1} if is_transposed else {}), [*inputs, *bias])
         return [*names, op.name]
     product = replace(_standard_op(op, "MatMul"), channel_axis=1)
     if bias:
-        part = SUMMAND_PARTS[int(SUMMAND_PARTS[1] in replaced)]
-        name, notes = replaced.get(part, (f"{op.name}/product", {}))
-        named = new_op(graph, name, op.outputs[0].dtype, op.outputs[0].shape, kind=product.kind, type=product.type)
-        product = replace(named, roles=product.roles, channel_axis=1, notes=notes)
-        source = _add_named(graph, name, product, inputs)
+        slot = int(SUMMAND_KEYS[1] in op.notes)
+        name, output = op.notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
+        fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
+        source = _add_named(graph, name, new_op(graph, name, output.dtype, output.shape, **fields), inputs)
         names.append(source.op)
-        product, inputs = _standard_op(op, "Add"), [source, *bias] if part == SUMMAND_PARTS[0] else [*bias, source]
+        product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
     replace_op(graph, product, inputs)
     return [*names, op.name]
 
@@ -666,20 +666,10 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
 
 def node_notes(op: Op) -> dict[str, str]:
     """Return the metadata of an op's node without that of graphquant, and its doc string under ""."""
-    if op.source is None:
-        return {key: value for key, value in op.notes.items() if key != REPLACED_KEY}
-    entries = {entry.key: entry.value for entry in op.source.metadata_props}
-    notes = {key: value for key, value in entries.items() if not key.startswith(METADATA_PREFIX)}
-    return {"": op.source.doc_string, **notes}
-
-
-def _replaced_ops(op: Op) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return name and notes of the ops that a fused op replaces, by their part; {} if the record is damaged."""
-    try:
-        parts = json.loads(op.notes.get(REPLACED_KEY, "{}"))
-        return {part: (str(name), {str(k): str(v) for k, v in notes.items()}) for part, (name, notes) in parts.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return {}
+    notes = op.notes
+    if op.source is not None:
+        notes = {"": op.source.doc_string, **{entry.key: entry.value for entry in op.source.metadata_props}}
+    return {key: value for key, value in notes.items() if value and not key.startswith(METADATA_PREFIX)}
 
 
 def add_constant(

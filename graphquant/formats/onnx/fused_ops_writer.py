@@ -6,7 +6,6 @@ ops. An op that `lift_fused_ops` replaced, and that was not changed since, is wr
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,15 +20,15 @@ from graphquant.formats.onnx.fused_ops import (
     BITS_PER_BYTE,
     DYNAMIC_BIAS_SLOT,
     DYNAMIC_QUANTIZE,
-    GEMM_PART,
+    GEMM_KEY,
     LSTM_SLOTS,
     MOE_FIRST_WEIGHT,
     MOE_WEIGHTS,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
-    SUMMAND_PARTS,
+    SUMMAND_KEYS,
     TABLE_SUFFIX,
-    TRANSPOSE_PART,
+    TRANSPOSE_KEY,
     TRANSPOSED_SUFFIX,
     LiftedOp,
     MatrixLayout,
@@ -60,7 +59,6 @@ from graphquant.qdq import (
 )
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
-from graphquant.quantize import REPLACED_KEY
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
@@ -355,19 +353,15 @@ class _Weight:
         self.replace_product(use, result, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
 
     def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
-        """Replace the product of a use, or the Add `result` of its bias, by a fused op with a record of both."""
-        graph, product, parts = self.graph, self.graph.op(use.op), dict[str, Op]()
-        weight = graph.source_of(use)
-        if weight is not None and weight != self.tensor:
-            parts[TRANSPOSE_PART] = graph.op(weight.op)
+        """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
+        graph, product, weight = self.graph, self.graph.op(use.op), self.graph.source_of(use)
+        notes = {} if weight is None or weight == self.tensor else {TRANSPOSE_KEY: weight.op}
         if result is not product:
             slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
-            parts[SUMMAND_PARTS[slot]] = product
-        elif product.type == GEMM_PART:
-            parts[GEMM_PART] = product
-        if parts:
-            record = json.dumps({part: (op.name, node_notes(op)) for part, op in parts.items()})
-            fused = replace(fused, notes={**fused.notes, REPLACED_KEY: record})
+            notes[SUMMAND_KEYS[slot]] = product.name
+        elif product.type == "Gemm":
+            notes[GEMM_KEY] = product.name
+        fused = replace(fused, notes={**fused.notes, **notes})
         replace_op(graph, fused, inputs)
         if result is not product:
             graph.remove_op(product.name)
