@@ -186,10 +186,6 @@ class MatrixLayout:
         rows = zero_points.T if self.transposed else zero_points.reshape(self.rows, -1)
         return pack_elements(_unsigned(rows, offset), self.bits).reshape(-1)
 
-    def unpack_zero_points(self, packed: Array) -> Array:
-        """Return the zero points of packed ones as uint8 in the standard layout."""
-        return self.unpack_blocks(unpack_elements(packed.reshape(self.rows, -1), self.bits, self.blocks))
-
     def pack_scales(self, read_value: Callable[[], Array]) -> Array:
         """Return scales in the standard layout as (rows * blocks,)."""
         scales = read_value()
@@ -458,7 +454,8 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
         slot = int(SUMMAND_KEYS[1] in op.notes)
         name, output = op.notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
         fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
-        source = _add_named(graph, name, new_op(graph, name, output.dtype, output.shape, **fields), inputs)
+        summand = new_op(graph, name, output.dtype, output.shape, **fields)
+        source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)
         names.append(source.op)
         product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
     replace_op(graph, product, inputs)
@@ -535,7 +532,9 @@ def _packed_weight(
     dtype, read_weight = numpy_dtype(type_name), partial(constant_value, weight)
 
     def read_zero_points(zero_point: Op) -> Array:
-        return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shapes[1])
+        packed = constant_value(zero_point).reshape(layout.rows, -1)
+        values = layout.unpack_blocks(unpack_elements(packed, layout.bits, layout.blocks))
+        return values.astype(dtype).reshape(shapes[1])
 
     constants: list[_LayerConstant] = [
         (weight, type_name, shapes[0], lambda: layout.unpack(read_weight, dtype, offset).reshape(shapes[0])),
@@ -685,12 +684,8 @@ def add_transpose(graph: Graph, name: str, matrix: TensorRef, **fields: Any) -> 
     output, attrs = graph.output(matrix), {"perm": [1, 0]}
     shape = None if output.shape is None else output.shape[::-1]
     transpose = new_op(graph, name, output.dtype, shape, kind="transpose", type="Transpose", attrs=attrs, **fields)
-    return _add_named(graph, name, transpose, [matrix])
-
-
-def _add_named(graph: Graph, name: str, op: Op, inputs: Sequence[TensorRef | None]) -> TensorRef:
-    """Add an op, with this name if no op has it, although a value may; return its tensor."""
-    return graph.add_op(op if name in graph else replace(op, name=name), inputs)
+    # A value may have the name, but no op.
+    return graph.add_op(transpose if name in graph else replace(transpose, name=name), [matrix])
 
 
 def constant_value(constant: Op) -> Array:
