@@ -13,6 +13,7 @@ from graphquant.ir import (
     FLOAT_TYPES,
     MAC_KINDS,
     QUANTIZATION_KINDS,
+    STORED_KINDS,
     TRANSPARENT_KINDS,
     FunctionClones,
     Graph,
@@ -74,6 +75,7 @@ class OpCoverage:
     kind: str
     quantized: bool
     reason: str
+    partly_quantized: bool  # true if only some of its inputs are, such as its weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +158,8 @@ def summarize_model(model: Model) -> ModelSummary:
 def weighted_op_coverage(model: Model) -> tuple[OpCoverage, ...]:
     """Return the weighted ops that the outputs need, and the reasons of those with float inputs."""
     needed = model.needed_ops()
-    ops = ((graph, op) for graph, op in model.reachable_ops() if op.name in needed.get(graph.name, ()))
-    weighted_ops = ((graph, op) for graph, op in ops if op.kind in MAC_KINDS)
-    reasons = ((graph, op, _float_input_reason(graph, op)) for graph, op in weighted_ops)
-    return tuple(
-        OpCoverage(graph=graph.name, op=op.name, kind=op.kind, quantized=not reason, reason=reason)
-        for graph, op, reason in reasons
-    )
+    weighted_ops = [(graph, op) for graph, op in model.reachable_ops() if op.kind in MAC_KINDS]
+    return tuple(_op_coverage(graph, op) for graph, op in weighted_ops if op.name in needed.get(graph.name, ()))
 
 
 def _merge_copies(
@@ -206,13 +203,11 @@ def _float_clone_ops(model: Model, clones: FunctionClones, quantized: set[tuple[
         for op in graph.ops():
             if op.kind not in MAC_KINDS:
                 continue
-            original, reason = clones.original_op(name, op.name), _float_input_reason(graph, op)
-            if original is None:
-                reason = "no op that runs computes the same on the same variables" if reason else ""
-            elif original not in quantized:
-                reason = ""
-            if reason:
-                yield OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=False, reason=reason)
+            original, covered = clones.original_op(name, op.name), _op_coverage(graph, op)
+            if original is None and covered.reason:
+                yield replace(covered, reason="no op that runs computes the same on the same variables")
+            elif original in quantized and covered.reason:
+                yield covered
 
 
 def _is_paired_quantize(graph: Graph, op: Op) -> bool:
@@ -242,20 +237,24 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
     )
 
 
-def _float_input_reason(graph: Graph, op: Op) -> str:
-    """Reason why the op computes in float: its first input without quantization; "" if there is none."""
-    weights = (graph.op(tensor.op) for tensor in graph.slots(op.name) if tensor is not None and tensor.op in graph)
-    if any((weight.fused_attrs or {}).get("form") == DYNAMIC_FORM for weight in weights):
-        return ""
-    for slot, tensor in enumerate(graph.slots(op.name)):
-        if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
-            continue
-        if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
-            continue
-        source = _look_through_movement(graph, tensor)
-        if source.kind not in QUANTIZATION_KINDS:
-            return f"its {op.role(slot)} {tensor} is float"
-    return ""
+def _op_coverage(graph: Graph, op: Op) -> OpCoverage:
+    """Return the coverage of a weighted op, whose reason is its first input without quantization."""
+    factors = [
+        (op.role(slot), tensor, _look_through_movement(graph, tensor))
+        for slot, tensor in enumerate(graph.slots(op.name))
+        if tensor is not None and op.role(slot) in {"input", "weight", "recurrent_weight"}
+        if graph.output(tensor).dtype in FLOAT_TYPES | {None}
+    ]
+    floats = [factor for factor in factors if factor[2].kind not in QUANTIZATION_KINDS]
+    reason, partly = "", 0 < len(floats) < len(factors)
+    if not any((source.fused_attrs or {}).get("form") == DYNAMIC_FORM for *_, source in factors):
+        reason = f"its {floats[0][0]} {floats[0][1]} is float" if floats else ""
+        if floats and not partly and not any(source.kind in STORED_KINDS for *_, source in floats):
+            reason = (
+                f"it has no weight; its factors are computed in each run: {', '.join(str(each[1]) for each in floats)}"
+            )
+    fields: dict[str, Any] = {"quantized": not reason, "reason": reason, "partly_quantized": partly and bool(reason)}
+    return OpCoverage(graph=graph.name, op=op.name, kind=op.kind, **fields)
 
 
 def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:

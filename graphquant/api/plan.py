@@ -103,7 +103,9 @@ def plan_with_rules(
             f"{model.path or 'The model'} has no signature, only functions for Python code. Rules apply to signatures."
             " Save the model again with tf.saved_model.save(..., signatures=...)."
         )
-    selection = replace(selection, assume_sizes=partial(_with_assumed_sizes, sample_shapes=sample_shapes))
+    from graphquant.backends.onnxruntime_costs import with_assumed_sizes
+
+    selection = replace(selection, assume_sizes=partial(with_assumed_sizes, sample_shapes=sample_shapes))
     prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
     opset = required_opset(prepared, plan)
@@ -128,20 +130,8 @@ def plan_with_rules(
         from graphquant.backends.integer_placement import place_by_cost
         from graphquant.backends.onnxruntime_costs import read_cost_table
 
-        plan = place_by_cost(_with_assumed_sizes(prepared, sample_shapes), plan, read_cost_table(ruleset.costs))
+        plan = place_by_cost(with_assumed_sizes(prepared, sample_shapes), plan, read_cost_table(ruleset.costs))
     return (prepared, plan) if plan.sites else (model, replace(plan, steps=(), prepared=model.digest))
-
-
-def _with_assumed_sizes(model: Model, sample_shapes: Callable[[], Mapping[str, Shape]]) -> Model:
-    """Return an ONNX model with sizes for all tensors, as far as they follow from the shapes of its inputs."""
-    shapes = (output.shape for _, op in model.reachable_ops() for output in op.outputs)
-    if not any(shape is None or None in shape[1:] for shape in shapes):
-        return model
-    from graphquant.backends.onnxruntime_costs import assume_input_shapes
-    from graphquant.formats.onnx import bind_input_shapes
-
-    usual_shapes = assume_input_shapes(formats.format_module("onnx").input_specs(model))
-    return bind_input_shapes(model, {**usual_shapes, **sample_shapes()})
 
 
 def prepare_for_plan(model: Model, plan: Plan) -> Model:

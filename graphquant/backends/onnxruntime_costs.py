@@ -22,6 +22,7 @@ from graphquant.ir import (
     MATRIX_PRODUCT_KINDS,
     RECURRENT_KINDS,
     Graph,
+    Model,
     Op,
     OpKey,
     Parameters,
@@ -183,6 +184,16 @@ def assume_input_shapes(inputs: Iterable[InputSpec]) -> dict[str, Shape]:
             first = spec.shape[:1] if None not in spec.shape[:1] else (1,)
             shapes[spec.name] = (*first, *(usual if size is None else size for size in spec.shape[1:]))
     return shapes
+
+
+def with_assumed_sizes(model: Model, sample_shapes: Callable[[], Mapping[str, Shape]] = dict) -> Model:
+    """Return an ONNX model with sizes for all tensors, as far as they follow from the shapes of its inputs."""
+    shapes = (output.shape for _, op in model.reachable_ops() for output in op.outputs)
+    if not any(shape is None or None in shape[1:] for shape in shapes):
+        return model
+    from graphquant.formats.onnx import bind_input_shapes, input_specs  # imported when needed, for their packages
+
+    return bind_input_shapes(model, {**assume_input_shapes(input_specs(model)), **sample_shapes()})
 
 
 def _assumed_sizes(shape: Shape | None) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 PSEUDO_KINDS = {
     "parameter": "any tensor whose value is known before the model runs",
+    "computed": "any other tensor: its value depends on the inputs of the model",
     "tied": "a float32 table that Gather and, transposed or not, a matrix product read",
     "stem": "a convolution above which no other op has a weight",
     "tail": "an op without a weight, and below which no op has one",

@@ -153,6 +153,7 @@ class Op:
     source: Any = None  # The node of the source message; None for an op that graphquant added.
     rule: str = ""  # the rule or step that added the op, "" for one of the source
     anchor: str = ""  # the tensor that a rule added the op for, "" for one of the source
+    notes: Mapping[str, str] = field(default_factory=lambda: NO_ATTRS)  # metadata of a new node, doc string under ""
     # Further attributes of the fused op that a file has in place of a "dequantize" op and each of its readers that
     # has such a form; None if the file has the ops themselves.
     fused_attrs: Mapping[str, Any] | None = None

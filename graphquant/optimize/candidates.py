@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphquant import formats
 from graphquant.analysis.model_summary import COPYING_KINDS
 from graphquant.analysis.site_errors import match_sites
+from graphquant.backends.onnxruntime_costs import with_assumed_sizes
 from graphquant.calibration.batch_independence import is_batch_independent
 from graphquant.calibration.memory import estimate_footprint
 from graphquant.calibration.targets import sites_needing_data
@@ -26,6 +27,7 @@ from graphquant.ir import (
     channel_axis,
     connected_groups,
     count_macs,
+    find_states,
     follow,
     follow_to_end,
     merged_channel_shape,
@@ -99,6 +101,8 @@ def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> di
 
     Candidates that change no site are omitted. `small` offers weights of 8 and of few bits instead.
     """
+    if any(FAMILIES[site.scheme.family or ""].variant_of for site in plan.sites) and not find_states(model):
+        model = with_assumed_sizes(model)  # the form of a weight depends on the rows of its product
     parameters, needs_range = Parameters(model), set(map(id, sites_needing_data(plan)))
     ranged = [site if id(site) in needs_range else None for site in plan.sites]
     changed = {}

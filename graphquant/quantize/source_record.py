@@ -326,14 +326,14 @@ def _message_digest(message: Any) -> str:
 
 METADATA_PREFIX = "graphquant."  # prefix of all metadata keys
 RECORD_KEY = "record"  # key of the record
-OPS_KEY = "ops"  # key of each op's rule and anchor in an old ONNX model, whose nodes have no metadata
+OPS_KEY = "ops"  # key of the entries of each op in an old ONNX model, whose nodes have no metadata
 
 
 def op_provenance_json(model: Model) -> str:
-    """Return rule and anchor of each inserted op as JSON, by graph and op; "" if there is none."""
-    by_graph: dict[str, dict[str, list[str]]] = {}
+    """Return rule, anchor and notes of each inserted op as JSON, by graph and op; "" if there is none."""
+    by_graph: dict[str, dict[str, list[Any]]] = {}
     for name, graph in model.graphs.items():
-        rules_and_anchors = {op.name: [op.rule, op.anchor] for op in graph.ops() if op.rule and op.kind != "constant"}
-        if rules_and_anchors:
-            by_graph[name] = dict(sorted(rules_and_anchors.items()))
+        inserted = (op for op in graph.ops() if op.rule and op.kind != "constant")
+        if entries := {op.name: [op.rule, op.anchor, dict(op.notes)] for op in inserted}:
+            by_graph[name] = dict(sorted(entries.items()))
     return json.dumps(dict(sorted(by_graph.items())), separators=(",", ":")) if by_graph else ""

@@ -71,15 +71,14 @@ class OpNeighbors:
         """Return True if `kinds` contain the op of `tensor`."""
         if "*" in kinds or self.model.op(tensor).kind in kinds:
             return True
-        if "stem" in kinds and (tensor.graph, tensor.op) in self._stems:
-            return True
-        if "tail" in kinds and (tensor.graph, tensor.op) in self._tails:
-            return True
-        if "unnormalized" in kinds and (tensor.graph, tensor.op) in self._unnormalized:
-            return True
-        if "tied" in kinds and tensor in self._tied:
-            return True
-        return "parameter" in kinds and self.parameters.is_parameter(tensor)
+        key, needs_value = (tensor.graph, tensor.op), {"parameter", "computed"} & kinds
+        return (
+            ("stem" in kinds and key in self._stems)
+            or ("tail" in kinds and key in self._tails)
+            or ("unnormalized" in kinds and key in self._unnormalized)
+            or ("tied" in kinds and tensor in self._tied)
+            or ("parameter" if needs_value and self.parameters.is_parameter(tensor) else "computed") in needs_value
+        )
 
     def has_position(self, kinds: AbstractSet[str]) -> bool:
         """Return True if `kinds` contain a pseudo kind that an op of the model has because of its position."""

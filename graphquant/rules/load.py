@@ -66,9 +66,8 @@ def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake
     shipped = shipped_pattern_libraries()
     used = data.get("use")
     used = used if _is_list_of_strings(used) else []
-    library_patterns = {
-        key: pattern for name in used if name in shipped for key, pattern in _read_library(shipped[name]).items()
-    }
+    libraries = [_read_library(shipped[name]) for name in used if name in shipped]
+    library_patterns = {key: pattern for library in libraries for key, pattern in library.pattern.items()}
     mistakes: list[Mistake] = [
         (("use", index), f"there is no pattern library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
         for index, name in enumerate(used)
@@ -96,9 +95,9 @@ def shipped_pattern_libraries() -> dict[str, Path]:
 
 
 @cache
-def _read_library(path: Path) -> dict[str, Pattern]:
-    """Return the patterns of a shipped library, which has no mistakes."""
-    return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8"))).pattern
+def _read_library(path: Path) -> PatternLibrary:
+    """Return a shipped library, which has no mistakes."""
+    return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8")))
 
 
 def _is_list_of_strings(value: object) -> TypeGuard[list[str]]:
@@ -262,8 +261,12 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
-        for library in file.use:
-            digest.update(hashlib.sha256(shipped_pattern_libraries()[library].read_bytes()).digest())
+        for library in (shipped_pattern_libraries()[name] for name in file.use):
+            digest.update(hashlib.sha256(library.read_bytes()).digest())
+            find_line = partial(nearest_line, locate, ("use",))
+            rules += [
+                BoundRule(rule, library.stem, find_line, None, file.pattern) for rule in _read_library(library).rule
+            ]
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))

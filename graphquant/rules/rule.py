@@ -182,14 +182,6 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
-class PatternLibrary:
-    """Patterns that several rule files share."""
-
-    description: str = ""  # the subject of the library in one line
-    pattern: dict[str, Pattern] = Field(default_factory=dict)  # patterns by name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class Rule:
     """One rule: the producer of a tensor, its consumer, and the quantization between them.
 
@@ -228,6 +220,15 @@ class Rule:
         if self.producer == self.consumer == Selector():
             raise ValueError("the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op")
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
+class PatternLibrary:
+    """Patterns and rules that several rule files share."""
+
+    description: str = ""  # the subject of the library in one line
+    pattern: dict[str, Pattern] = Field(default_factory=dict)  # patterns by name
+    rule: list[Rule] = Field(default_factory=list)  # rules without schemes, which precede those of the file
 
 
 PREPARATION_NAMES = (

@@ -50,7 +50,7 @@ NO_TARGET = "none"  # value of `min_sqnr` that disables the default target
 # `tests/cli/test_help.py` compares them with these tables.
 RULE_NAMES = (
     *("onnxruntime", "tflite", "tflite16", "tensorrt", "qnn", "qnn16", "openvino", "vitis_ai", "generic"),
-    *("fixed_point", "weight_only", "weight_only_int8", "weight_only_int4", "tables_int4", "dynamic"),
+    *("fixed_point", "weight_only", "weight_only_int8", "weight_only_int4", "w4a8", "tables_int4", "dynamic"),
 )
 FAMILY_NAMES = (
     *("onnx-qdq", "onnx-fused", "fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3"),

@@ -467,10 +467,13 @@ def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
     if not summary.coverage:
         return []
     quantized_count = sum(covered.quantized for covered in summary.coverage)
-    message = f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors."
+    partly_count = sum(covered.partly_quantized for covered in summary.coverage)
+    others = f"; {partly_count} more read some" if partly_count else ""
+    message = f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors{others}."
     lines: list[RenderableType] = [plain_line(message, style="bold")]
-    for covered in summary.coverage if quantized_count else ():
-        if not covered.quantized:
+    for covered in summary.coverage if quantized_count or partly_count else ():
+        # With quantized weights alone, the other inputs of all ops are float.
+        if not covered.quantized and (quantized_count or not covered.partly_quantized):
             location = f"{qualified_op_name(covered.graph, covered.op)} ({covered.kind})"
             lines.append(plain_line(f"  float: {location}: {covered.reason}", style="yellow"))
     return lines

@@ -344,3 +344,12 @@ def test_library():
     rule = '[[rule]]\nname = "r"\nproducer = { pattern = "gelu.*" }\nquantize = "float"\n'
     ruleset = load_ruleset([f'use = ["transformers"]\n{rule}'])
     assert "gelu" in ruleset.rules[0].patterns
+
+
+def test_rules_of_a_library():
+    """The rules of a library precede those of the file, at the line of `use`, also if two have the same name."""
+    rule = '[[rule]]\nname = "einsum"\nconsumer = { kind = "conv" }\nquantize = "float"\n'
+    ruleset = load_ruleset([f'description = "d"\nuse = ["signals", "weights"]\n{rule}'])
+    rules = [(bound.file, bound.rule.name, bound.line) for bound in ruleset.rules]
+    assert rules[-2:] == [("weights", "einsum", 2), ("rules[0]", "einsum", 3)]
+    assert {file for file, _, line in rules if line == 2} == {"weights"}

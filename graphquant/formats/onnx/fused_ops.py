@@ -20,11 +20,12 @@ import numpy as np
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import Model, Op, TensorRef, Use, fully_known_shape
+from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, Use, fully_known_shape
 from graphquant.numerics import rows_per_slab
 from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize import METADATA_PREFIX
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, OpInfo, Shape
@@ -39,6 +40,11 @@ SCALE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the name of the standard constant
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
+
+# Metadata of a fused op with the name of another op that it replaces: the Transpose of its table, a Gemm, or a product,
+# by its slot in the Add that the fused op has.
+TRANSPOSE_KEY, GEMM_KEY = f"{METADATA_PREFIX}transpose", f"{METADATA_PREFIX}gemm"
+SUMMAND_KEYS = f"{METADATA_PREFIX}summand-0", f"{METADATA_PREFIX}summand-1"
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -179,10 +185,6 @@ class MatrixLayout:
         """Return zero points in the standard layout, packed: uint8 (rows * ceil(blocks * bits / 8),)."""
         rows = zero_points.T if self.transposed else zero_points.reshape(self.rows, -1)
         return pack_elements(_unsigned(rows, offset), self.bits).reshape(-1)
-
-    def unpack_zero_points(self, packed: Array) -> Array:
-        """Return the zero points of packed ones as uint8 in the standard layout."""
-        return self.unpack_blocks(unpack_elements(packed.reshape(self.rows, -1), self.bits, self.blocks))
 
     def pack_scales(self, read_value: Callable[[], Array]) -> Array:
         """Return scales in the standard layout as (rows * blocks,)."""
@@ -420,40 +422,44 @@ def _replace_layer(
         dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
-    fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
-    plain: dict[str, Any] = {"domain": domain, "attrs": attrs, "rule": "", "anchor": "", "source": None}
-    replace_op(lift.graph, replace(lift.op, type=op_type, **fields, **plain), inputs)
+    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, info), domain=domain, attrs=attrs), inputs)
     return [*dict.fromkeys(names), lift.op.name]
+
+
+def _standard_op(op: Op, op_type: str, info: OpInfo | None = None) -> Op:
+    """Return a standard op, without attributes, in place of a fused one."""
+    info = info or DEFAULT_DOMAIN_OPS[op_type]
+    fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
+    fields |= {"domain": "", "attrs": NO_ATTRS, "rule": "", "anchor": "", "source": None, "notes": node_notes(op)}
+    return replace(op, type=op_type, **fields)
 
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
     """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
     op, graph = lift.op, lift.graph
-    bias = lift.slots[bias_slot] if len(lift.slots) > bias_slot else None
-    output, names, is_transposed = op.outputs[0], [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
+    bias = [slot for slot in lift.slots[bias_slot : bias_slot + 1] if slot is not None]
+    names, is_transposed = [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
     if lift.suffix == TABLE_SUFFIX:
-        dequantized = add_transpose(graph, f"{op.name}/transpose", dequantized)
+        name = op.notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
+        is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
+        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
         names.append(dequantized.op)
-    product: dict[str, Any] = {"kind": "matmul", "type": "MatMul", "roles": ("input", "weight"), "channel_axis": 1}
-    plain: dict[str, Any] = {"domain": "", "attrs": {}, "rule": "", "anchor": "", "source": None}
     inputs = [lift.slots[0], dequantized]
-    name, slot = [*op.anchor.split("\n"), "", ""][1:3]  # of the product, if an Add adds the bias
-    if is_transposed or (op.rule and not name and bias is not None and bias_slot == BIAS_SLOT):
-        gemm = DEFAULT_DOMAIN_OPS["Gemm"]
-        plain |= {"kind": gemm.kind, "type": "Gemm", "roles": gemm.roles, "channel_axis": int(not is_transposed)}
-        plain["attrs"] = {"transB": 1} if is_transposed else {}
-        replace_op(graph, replace(op, **plain), inputs if bias is None else [*inputs, bias])
+    if is_transposed or GEMM_KEY in op.notes:
+        gemm = replace(_standard_op(op, "Gemm"), channel_axis=int(not is_transposed))
+        replace_op(graph, replace(gemm, attrs={"transB": 1} if is_transposed else {}), [*inputs, *bias])
         return [*names, op.name]
-    if bias is None:
-        replace_op(graph, replace(op, **product, **plain), inputs)
-        return [*names, op.name]
-    source_op = new_op(graph, name or f"{op.name}/product", output.dtype, output.shape, **product)
-    # Its value may have another name, because names of values are unique in the model.
-    source_op = replace(source_op, name=name) if name and name not in graph else source_op
-    source = graph.add_op(source_op, inputs)
-    add: dict[str, Any] = {"kind": "add", "type": "Add", "roles": ("input",), "channel_axis": None}
-    replace_op(graph, replace(op, **add, **plain), [bias, source] if slot == "1" else [source, bias])
-    return [*names, source.op, op.name]
+    product = replace(_standard_op(op, "MatMul"), channel_axis=1)
+    if bias:
+        slot = int(SUMMAND_KEYS[1] in op.notes)
+        name, output = op.notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
+        fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
+        summand = new_op(graph, name, output.dtype, output.shape, **fields)
+        source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)
+        names.append(source.op)
+        product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
+    replace_op(graph, product, inputs)
+    return [*names, op.name]
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
@@ -493,12 +499,10 @@ def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | Non
 
 def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
-    op, graph, gather_axis = lift.op, lift.graph, int(lift.op.numeric_attr("gather_axis", 0))
-    fields: dict[str, Any] = {"kind": "gather", "type": "Gather", "roles": ("input", "indices")}
-    attrs: dict[str, Any] = {"axis": gather_axis} if gather_axis else {}
-    plain: dict[str, Any] = {"domain": "", "attrs": attrs, "rule": "", "anchor": ""}
-    replace_op(graph, replace(op, **fields, **plain, source=None), [dequantized, lift.slots[1]])
-    return [dequantized.op, op.name]
+    gather_axis = int(lift.op.numeric_attr("gather_axis", 0))
+    gather = replace(_standard_op(lift.op, "Gather"), attrs={"axis": gather_axis} if gather_axis else {})
+    replace_op(lift.graph, gather, [dequantized, lift.slots[1]])
+    return [dequantized.op, lift.op.name]
 
 
 def _add_lifted_weight(lift: _Lift, layout: MatrixLayout, weight: Op, scale: Op, zero_point: Op | None) -> TensorRef:
@@ -528,7 +532,9 @@ def _packed_weight(
     dtype, read_weight = numpy_dtype(type_name), partial(constant_value, weight)
 
     def read_zero_points(zero_point: Op) -> Array:
-        return layout.unpack_zero_points(constant_value(zero_point)).astype(dtype).reshape(shapes[1])
+        packed = constant_value(zero_point).reshape(layout.rows, -1)
+        values = layout.unpack_blocks(unpack_elements(packed, layout.bits, layout.blocks))
+        return values.astype(dtype).reshape(shapes[1])
 
     constants: list[_LayerConstant] = [
         (weight, type_name, shapes[0], lambda: layout.unpack(read_weight, dtype, offset).reshape(shapes[0])),
@@ -657,6 +663,14 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
 }
 
 
+def node_notes(op: Op) -> dict[str, str]:
+    """Return the metadata of an op's node without that of graphquant, and its doc string under ""."""
+    notes = op.notes
+    if op.source is not None:
+        notes = {"": op.source.doc_string, **{entry.key: entry.value for entry in op.source.metadata_props}}
+    return {key: value for key, value in notes.items() if value and not key.startswith(METADATA_PREFIX)}
+
+
 def add_constant(
     graph: Graph, name: str, dtype: str | None, shape: Shape | None, read_value: Callable[[], Array], **fields: Any
 ) -> TensorRef:
@@ -670,7 +684,8 @@ def add_transpose(graph: Graph, name: str, matrix: TensorRef, **fields: Any) -> 
     output, attrs = graph.output(matrix), {"perm": [1, 0]}
     shape = None if output.shape is None else output.shape[::-1]
     transpose = new_op(graph, name, output.dtype, shape, kind="transpose", type="Transpose", attrs=attrs, **fields)
-    return graph.add_op(transpose, [matrix])
+    # A value may have the name, but no op.
+    return graph.add_op(transpose if name in graph else replace(transpose, name=name), [matrix])
 
 
 def constant_value(constant: Op) -> Array:
@@ -714,7 +729,10 @@ def replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None
 
 
 def remove_if_unread(model: Model, tensor: TensorRef) -> None:
-    """Remove the op of a tensor if nothing reads it."""
+    """Remove the op of a tensor if nothing reads it, and the constants that only it reads."""
     graph = model.graphs[tensor.graph]
     if tensor.op in graph and not graph.consumers_by_port(tensor.op):
+        constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
         graph.remove_op(tensor.op)
+        for constant in sorted(constants):
+            remove_if_unread(model, constant)

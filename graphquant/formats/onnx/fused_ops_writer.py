@@ -20,18 +20,22 @@ from graphquant.formats.onnx.fused_ops import (
     BITS_PER_BYTE,
     DYNAMIC_BIAS_SLOT,
     DYNAMIC_QUANTIZE,
+    GEMM_KEY,
     LSTM_SLOTS,
     MOE_FIRST_WEIGHT,
     MOE_WEIGHTS,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
+    SUMMAND_KEYS,
     TABLE_SUFFIX,
+    TRANSPOSE_KEY,
     TRANSPOSED_SUFFIX,
     LiftedOp,
     MatrixLayout,
     add_constant,
     add_transpose,
     constant_value,
+    node_notes,
     numpy_dtype,
     remove_if_unread,
     replace_op,
@@ -250,7 +254,7 @@ class _Weight:
             inputs = [constants[0], slots[1], *filter(None, constants[1:])]
         else:
             return
-        _replace_product(graph, result, consumer, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
+        self.replace_product(use, result, _fused_op(result, op_type, fused_attrs, dequantize), inputs)
 
     def find_bias(self, product: Op, columns: Shape | None) -> tuple[Op, list[TensorRef | None]]:
         """Return the op that adds the bias, the product or an Add of a constant with the shape `columns`, and it."""
@@ -346,7 +350,21 @@ class _Weight:
             constants = [*filter(None, self.constants[suffix]), *constants[1:]]
         result, bias = self.find_bias(product, graph.output(constants[0]).shape[-1:])
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
-        _replace_product(graph, result, product, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+        self.replace_product(use, result, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+
+    def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
+        """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
+        graph, product, weight = self.graph, self.graph.op(use.op), self.graph.source_of(use)
+        notes = {} if weight is None or weight == self.tensor else {TRANSPOSE_KEY: weight.op}
+        if result is not product:
+            slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
+            notes[SUMMAND_KEYS[slot]] = product.name
+        elif product.type == "Gemm":
+            notes[GEMM_KEY] = product.name
+        fused = replace(fused, notes={**fused.notes, **notes})
+        replace_op(graph, fused, inputs)
+        if result is not product:
+            graph.remove_op(product.name)
 
 
 def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[TensorRef, _Weight]) -> None:
@@ -376,7 +394,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
         remove_if_unread(weight.model, tensor)
     if is_tied and graph.consumers(weight.tensor):
         weight.fold()
-    _remove_with_constants(weight.model, weight.tensor)
+    remove_if_unread(weight.model, weight.tensor)
 
 
 def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: dict[TensorRef, _Weight]) -> bool:
@@ -414,7 +432,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
     marks = replace(ops[0], rule=rules.strip(), anchor=anchors.strip())
     replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
     for weight in weights.values():
-        _remove_with_constants(model, weight.tensor)
+        remove_if_unread(model, weight.tensor)
     return True
 
 
@@ -446,17 +464,8 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
         source=None,
         rule=dequantize.rule,
         anchor=dequantize.anchor,
+        notes=node_notes(op),
     )
-
-
-def _replace_product(graph: Graph, result: Op, product: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
-    """Replace a product, or the Add of its bias, by a fused op. Its anchor gets the product's name and slot there."""
-    if result is not product and "\n" not in product.name:
-        slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
-        fused = replace(fused, anchor=f"{fused.anchor}\n{product.name}\n{slot}")
-    replace_op(graph, fused, inputs)
-    if result is not product:
-        graph.remove_op(product.name)
 
 
 def _share_rounded_inputs(graph: Graph) -> None:
@@ -505,14 +514,3 @@ def _matrix_layout(weight: PackedWeight) -> MatrixLayout:
     first, transposed = math.prod(sizes), weight.axis == 0
     rows, columns = (second, first) if transposed else (first, second)
     return MatrixLayout(rows=rows, columns=columns, bits=weight.bits, block=weight.block or 1, transposed=transposed)
-
-
-def _remove_with_constants(model: Model, tensor: TensorRef) -> None:
-    """Remove an op that nothing reads, and the constants that only it reads."""
-    graph = model.graphs[tensor.graph]
-    if tensor.op not in graph or graph.consumers_by_port(tensor.op):
-        return
-    constants = {slot for slot in graph.slots(tensor.op) if slot is not None and model.op(slot).kind == "constant"}
-    graph.remove_op(tensor.op)
-    for constant in sorted(constants):
-        remove_if_unread(model, constant)

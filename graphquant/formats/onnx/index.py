@@ -32,7 +32,7 @@ from graphquant.formats.onnx.tensors import (
     tensor_shape,
     type_and_shape,
 )
-from graphquant.ir import Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
+from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, OpInfo, OpKey, Output, Shape, TensorRef
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json
 from graphquant.quantize.integer_io import integer_tensors
 
@@ -124,11 +124,17 @@ def metadata_entries(message: Any) -> dict[str, str]:
     return {entry.key.removeprefix(METADATA_PREFIX): entry.value for entry in entries}
 
 
-def read_rule_notes(message: Any) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return rule and anchor of ops by graph and name, for models whose nodes have no metadata; {} if damaged."""
+def read_rule_notes(message: Any) -> dict[str, dict[str, dict[str, str]]]:
+    """Return the entries of ops by graph and name, for models whose nodes have no metadata; {} if damaged."""
     try:
-        notes = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
-        return {g: {op: (str(rule), str(anchor)) for op, (rule, anchor) in ops.items()} for g, ops in notes.items()}
+        graphs = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
+        return {
+            graph: {
+                op: {RULE_KEY: str(rule), ANCHOR_KEY: str(anchor), **{key: str(notes[key]) for key in notes}}
+                for op, (rule, anchor, notes) in ops.items()
+            }
+            for graph, ops in graphs.items()
+        }
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
@@ -322,11 +328,8 @@ class GraphIndexer:
         calls = self._open_bodies(scope, node, typed_node, name)
         if callee is not None:
             calls = (Call(node.op_type, callee, 0), *calls)
-        notes = {entry.key: entry.value for entry in node.metadata_props}
-        rule, anchor = self._rule_notes.get(scope.graph.name, {}).get(name) or (
-            notes.get(RULE_KEY, ""),
-            notes.get(ANCHOR_KEY, ""),
-        )
+        notes = {entry.key: entry.value for entry in node.metadata_props if entry.key.startswith(METADATA_PREFIX)}
+        notes = self._rule_notes.get(scope.graph.name, {}).get(name) or notes
         scope.positions[name] = len(scope.nodes)
         scope.nodes.append(name)
         scope.add(
@@ -342,8 +345,9 @@ class GraphIndexer:
                 read_value=partial(constant_value, node, folder) if info.kind == "constant" and attrs else None,
                 calls=calls,
                 source=node,
-                rule=rule,
-                anchor=anchor,
+                rule=notes.pop(RULE_KEY, ""),
+                anchor=notes.pop(ANCHOR_KEY, ""),
+                notes=notes or NO_ATTRS,
             )
         )
 

@@ -342,7 +342,7 @@ ANCHOR_KEY = "graphquant.anchor"
 def write_node(node: Any, op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Write a new op to an empty NodeProto; raise ModelError if an attribute cannot be written."""
     count = max((slot + 1 for slot, value in enumerate(inputs) if value), default=0)  # no empty slots at the end
-    node.name, node.op_type, node.domain = op.name, op.type, op.domain
+    node.name, node.op_type, node.domain, node.doc_string = op.name, op.type, op.domain, op.notes.get("", "")
     node.input.extend(inputs[:count])
     node.output.extend(outputs)
     _write_attributes(node, op, {})
@@ -392,9 +392,9 @@ def constant_op_value(op: Op) -> Any:
 
 
 def write_rule_metadata(node: Any, op: Op) -> None:
-    """Store the rule that inserted the op, and the tensor it belongs to, in the metadata of `node`."""
-    for key, value in ((RULE_KEY, op.rule), (ANCHOR_KEY, op.anchor)):
-        if value:
+    """Store the rule that inserted the op, the tensor it belongs to, and its notes in the metadata of `node`."""
+    for key, value in {RULE_KEY: op.rule, ANCHOR_KEY: op.anchor, **op.notes}.items():
+        if key and value:
             node.metadata_props.add(key=key, value=value)
 
 

@@ -15,6 +15,7 @@ from support.plans import disable_costs
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.formats import format_module
 from graphquant.formats.onnx.conversions import upgrade_opset
 from graphquant.ir import count_macs, find_states, unsized_tensors
@@ -134,3 +135,28 @@ def test_past_and_present_share_a_scale(architecture: str, tmp_path: Path, monke
     louder = gq.insert(path, data={**inputs, past: 8 * inputs[past]}, validate=False)
     (params,) = [entry.params for entry in louder.inserted if entry.site.tensor == present]
     assert float(params.scale) > 4 * scales[present][0]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("rules", ["weight_only", "weight_only_int4", "weight_only_int8", "dynamic"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_product_has_a_weight_or_a_reason(form: str, rules: str, architecture: str, tmp_path: Path) -> None:
+    """Products of scores and values are skipped with a reason, and `inspect` has one for them and no other op."""
+    decoder = Decoder(architecture=architecture, ops=form, hidden=256)  # smaller products are not dynamic
+    result = gq.insert(save_decoder(decoder, tmp_path), rules=rules)
+    coverage = summarize_model(gq.load(result.save(tmp_path / "quant.onnx"))).coverage
+    skipped = {use.op for skip in result.plan.skips if not skip.fused for use in skip.uses}
+    without_weight = {covered.op for covered in coverage if not (covered.quantized or covered.partly_quantized)}
+    assert without_weight == skipped
+    assert len(skipped) == (4 if form == "standard" else 2)
+    is_float = {covered.op for covered in coverage if covered.reason}
+    assert is_float == (skipped if rules == "dynamic" else {covered.op for covered in coverage})
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_forms_within_a_size_budget(tmp_path: Path, *, past: bool) -> None:
+    """Weights of a chosen width have the form for 64 tokens, as those of the rules, or for one token after others."""
+    decoder = Decoder(past=past, hidden=256, vocabulary=1024, tied=None, ops="standard")
+    result = gq.insert(save_decoder(decoder, tmp_path), rules="weight_only_int8", size_budget="20%")
+    chosen = [site.scheme for site in result.plan.sites if site.rule == "size-budget"]
+    assert {(scheme.type.bits, scheme.args.form) for scheme in chosen} == {(4, "packed" if past else "folded")}

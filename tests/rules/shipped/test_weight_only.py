@@ -323,3 +323,24 @@ def test_small_products_have_eight_bits(tmp_path: Path) -> None:
     result = gq.insert(tmp_path / "model.onnx", rules=["weight_only_int4"])
     feeds = {"x": rng.standard_normal((64, 64)).astype(np.float32)}
     assert sqnr_of(tmp_path / "model.onnx", result.save(tmp_path / "quant.onnx"), feeds)[0] > 30
+
+
+@pytest.mark.parametrize(("rules", "min_sqnr"), [("weight_only_int4", 12), ("weight_only_int8", 30), ("dynamic", 30)])
+def test_weight_of_an_attention_op(tmp_path: Path, rules: str, min_sqnr: float) -> None:
+    """The weight of an Attention of com.microsoft is quantized, and its input has a reason."""
+    rng = np.random.default_rng(0)
+    message = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+        g (float[n, s, 64] x) => (float[n, s, 64] y) { y = com.microsoft.Attention <num_heads = 4> (x, w, b) }"""
+    )
+    values = {"w": rng.standard_normal((64, 192)) / 8, "b": rng.standard_normal(192) / 10}
+    for name, value in values.items():
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    result = gq.insert(tmp_path / "model.onnx", rules=rules)
+    assert [str(site.tensor) for site in result.plan.sites] == ["w:0"]
+    assert [(str(skip.tensor), skip.rule) for skip in result.plan.skips] == [("x:0", "attention")]
+    feeds = {"x": rng.standard_normal((2, 8, 64)).astype(np.float32)}
+    quality, counts = sqnr_of(tmp_path / "model.onnx", result.save(tmp_path / "quant.onnx"), feeds)
+    assert quality > min_sqnr
+    assert counts["Attention"] == 1
