@@ -59,9 +59,12 @@ def join_activations(model: Model) -> Iterator[Step]:
     parameters = Parameters(model)
     for name in model.reachable_graphs() if model.traits.named_values else ():
         graph = model.graphs[name]
+        if graph.is_function:  # which imports opsets of its own
+            continue
         order = {op: position for position, op in enumerate(graph.topological_order())}
-        for op in [op for op in graph.ops() if op.kind in END_KINDS and op.outputs[0].dtype == "float32"]:
-            for tensor, parts in _regions(graph, op, order, parameters) if op.name in order else ():
+        ends = [op for op in graph.ops() if op.kind in END_KINDS and op.outputs[0].dtype == "float32"]
+        for op in sorted((op for op in ends if op.name in order), key=lambda op: order[op.name]):
+            for tensor, parts in _regions(graph, op, order, parameters):
                 values = _evaluate(model, parameters, graph, tensor, sorted(parts, key=order.__getitem__))
                 found = None if values is None else recognize(values, model.opset)
                 if found is not None:
@@ -76,15 +79,22 @@ def _regions(
 
     Nothing but these ops reads what they compute.
     """
+    constant_rank = 0
 
     def operands(name: str) -> set[TensorRef]:
+        nonlocal constant_rank
         slots = [tensor for tensor in graph.slots(name) if tensor is not None]
-        return {tensor for tensor in slots if not parameters.is_parameter(tensor)}
+        constants = [tensor for tensor in slots if parameters.is_parameter(tensor)]
+        constant_rank = max([constant_rank, *(len(parameters.shape(tensor) or ()) for tensor in constants)])
+        return {tensor for tensor in slots if tensor not in constants}
 
     parts, inputs, has_gate = [end.name], operands(end.name), False
     while inputs and len(parts) <= MAX_PARTS:
         if len(inputs) == 1 and has_gate:
-            yield next(iter(inputs)), parts
+            (tensor,) = inputs
+            # A constant with more axes than the tensor gives the result more axes.
+            if constant_rank <= len(parameters.shape(tensor) or ()):
+                yield tensor, parts
         local = [tensor for tensor in inputs if tensor.graph == graph.name and tensor.op in order]
         if not local:
             return

@@ -117,6 +117,20 @@ def test_the_input_may_have_other_readers(tmp_path):
     assert types(message) == ["Identity", "QuickGelu", "Add", "Neg"]
 
 
+@pytest.mark.parametrize(("rank", "joined"), [(1, 1), (2, 1), (3, 0)])
+def test_constants_with_more_axes(tmp_path, rank, joined):
+    """Constants that give the result more axes than the input has keep the parts."""
+    constants = {name: np.full([1] * rank, CONSTANTS[name], np.float32) for name in ("root", "one", "half")}
+    axes = "1, 2, 9" if rank > 2 else "2, 9"
+    text = f"g (float[2, 9] x) => (float[{axes}] z) {{ {SPELLINGS['gelu'][0]} z = Neg(y) }}"
+    model = load_onnx(tmp_path, text, constants, opset=14)
+    prepared, steps = prepare(model, STEP)
+    assert len(steps) == joined
+    feeds = {"x": np.ones((2, 9), np.float32)}
+    (expected,), (actual,) = run_onnx(model.source.message, feeds), run_onnx(onnx_format.emit(prepared), feeds)
+    assert actual.shape == expected.shape
+
+
 def test_half_precision(tmp_path):
     """Only float32 activations are joined."""
     assert prepare(load_net(tmp_path, "s = Sigmoid(x) y = Mul(x, s)", kind="float16"), STEP)[1] == ()
