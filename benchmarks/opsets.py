@@ -1,7 +1,7 @@
 """Insert each shipped rule file into small graphs at each opset, and run the results with the installed onnxruntime.
 
-Twelve graphs cover the ops that are quantized: conv, depthwise, transposed conv, matmul, gemm, attention in single ops,
-LayerNorm in single ops, LSTM, If, Loop, a model-local function, and float16. Every result must load and run, or
+Thirteen graphs cover the ops that are quantized: conv, depthwise, transposed conv, matmul, gemm; attention, activations
+and LayerNorm in single ops; LSTM, If, Loop, a model-local function, and float16. Every result must load and run, or
 `insert` must end with an error and exit code 1 or 3. Run it once for each release of onnxruntime::
 
     python benchmarks/opsets.py [--opsets 7-28] [--graphs conv,lstm] [--rules onnxruntime,weight_only]
@@ -38,6 +38,7 @@ IR_VERSION = 8
 MIN_SQNR = 10  # in dB
 
 RNG = np.random.default_rng(0)
+ERF_OPSET = 9  # the first opset that has Erf
 
 
 def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -101,6 +102,30 @@ def depthwise(opset: int) -> onnx.ModelProto:
     return make_model(
         opset, nodes, (("n", 4, 8, 8), ("n", 4, 8, 8)), [weight("w1", 4, 1, 3, 3), weight("w2", 4, 4, 1, 1)]
     )
+
+
+def activations(opset: int) -> onnx.ModelProto:
+    """Convolutions with a SiLU, a hard swish and a GELU of single ops between them."""
+    nodes = [
+        node("Conv", "x w1", "c1"),
+        node("Sigmoid", "c1", "s1"),
+        node("Mul", "c1 s1", "m1"),
+        node("Conv", "m1 w2", "c2"),
+        node("HardSigmoid", "c2", "s2", alpha=1 / 6, beta=0.5),
+        node("Mul", "c2 s2", "m2"),
+        node("Conv", "m2 w2", "c3"),
+        node("Mul", "c3 root", "d3"),
+        node("Erf" if opset >= ERF_OPSET else "Tanh", "d3", "e3"),
+        node("Add", "e3 one", "o3"),
+        node("Mul", "c3 o3", "p3"),
+        node("Mul", "p3 half", "m3"),
+        node("Conv", "m3 w2", "c4"),
+        node("Relu", "c4", "y"),
+    ]
+    values = {"root": 0.5**0.5 if opset >= ERF_OPSET else 0.5, "one": 1.0, "half": 0.5}
+    constants = [numpy_helper.from_array(np.float32(value), name) for name, value in values.items()]
+    sizes = (("n", 4, 8, 8), ("n", 8, 8, 8))
+    return make_model(opset, nodes, sizes, [weight("w1", 8, 4, 1, 1), weight("w2", 8, 8, 1, 1), *constants])
 
 
 def transposed(opset: int) -> onnx.ModelProto:
@@ -244,7 +269,7 @@ def half(opset: int) -> onnx.ModelProto:
 
 GRAPHS: dict[str, Callable[[int], onnx.ModelProto]] = {
     "conv": conv, "depthwise": depthwise, "transposed": transposed, "matmul": matmul, "gemm": gemm,
-    "attention": attention,
+    "attention": attention, "activations": activations,
     "layernorm": layernorm, "lstm": lstm, "if": branches, "loop": loop, "function": function, "float16": half,
 }  # fmt: skip
 
