@@ -269,8 +269,8 @@ def connected_groups(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) 
 def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
     """Return the strongly connected components of a graph, each after those that it depends on: Tarjan's algorithm."""
     components: list[list[Node]] = []
-    lowest: dict[Node, int] = {}  # smallest number that a node leads to; numbers count visits
-    stack, finished = list[Node](), set[Node]()  # visited nodes without and with a component
+    lowest: dict[Node, float] = {}  # smallest number that a node leads to; numbers count visits
+    stack: list[Node] = []  # visited nodes without a component; the others have infinity for their number
     for start in dependencies:
         path = [] if start in lowest else [(start, iter(dependencies[start]), len(lowest))]
         while path:
@@ -282,8 +282,7 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[l
                 if target not in lowest:
                     path.append((target, iter(dependencies.get(target, ())), len(lowest)))
                     break
-                if target not in finished:
-                    lowest[node] = min(lowest[node], lowest[target])
+                lowest[node] = min(lowest[node], lowest[target])
             else:
                 path.pop()
                 for parent, _, _ in path[-1:]:
@@ -292,7 +291,7 @@ def dependency_components(dependencies: Mapping[Node, Iterable[Node]]) -> list[l
                     components.append([stack.pop()])
                     while components[-1][-1] != node:
                         components[-1].append(stack.pop())
-                    finished.update(components[-1])
+                    lowest |= dict.fromkeys(components[-1], math.inf)
     return components
 
 

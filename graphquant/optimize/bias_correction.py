@@ -281,6 +281,7 @@ def _isolated_means(
     edits: WeightEdits, weighted_ops: Sequence[WeightedOp], samples: AlgorithmData
 ) -> tuple[SampleMeans, SampleMeans]:
     """Measure the output means of each op on float inputs: exact, and with rounded weights and input."""
+    samples.create_runner(edits.prepared_model).free_session(observing=True)  # the weights need not be there twice
     model = edits.prepared_model.copy()
     rounded_ops: dict[tuple[str, str], str] = {}
     means: list[tuple[WeightedOp, ChannelMean, ChannelMean]] = []
