@@ -103,9 +103,10 @@ def plan_with_rules(
             f"{model.path or 'The model'} has no signature, only functions for Python code. Rules apply to signatures."
             " Save the model again with tf.saved_model.save(..., signatures=...)."
         )
-    from graphquant.backends.onnxruntime_costs import with_assumed_sizes
+    if model.format == "onnx":
+        from graphquant.backends.onnxruntime_costs import read_cost_table, with_assumed_sizes
 
-    selection = replace(selection, assume_sizes=partial(with_assumed_sizes, sample_shapes=sample_shapes))
+        selection = replace(selection, assume_sizes=partial(with_assumed_sizes, sample_shapes=sample_shapes))
     prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
     opset = required_opset(prepared, plan)
@@ -128,7 +129,6 @@ def plan_with_rules(
     plan = replace(plan, skips=(*skipped_steps, *plan.skips))
     if ruleset.costs and plan.sites and model.format == "onnx" and {*plan.targets} <= {"onnxruntime"}:
         from graphquant.backends.integer_placement import place_by_cost
-        from graphquant.backends.onnxruntime_costs import read_cost_table
 
         plan = place_by_cost(with_assumed_sizes(prepared, sample_shapes), plan, read_cost_table(ruleset.costs))
     return (prepared, plan) if plan.sites else (model, replace(plan, steps=(), prepared=model.digest))

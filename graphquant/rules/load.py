@@ -261,12 +261,10 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
-        for library in (shipped_pattern_libraries()[name] for name in file.use):
-            digest.update(hashlib.sha256(library.read_bytes()).digest())
-            find_line = partial(nearest_line, locate, ("use",))
-            rules += [
-                BoundRule(rule, library.stem, find_line, None, file.pattern) for rule in _read_library(library).rule
-            ]
+        find_line = partial(nearest_line, locate, ("use",))
+        for used in (shipped_pattern_libraries()[library] for library in file.use):
+            digest.update(hashlib.sha256(used.read_bytes()).digest())
+            rules += [BoundRule(rule, used.stem, find_line, None, file.pattern) for rule in _read_library(used).rule]
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
