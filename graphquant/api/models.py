@@ -230,7 +230,7 @@ def save(
 ) -> Path:
     """Write `model` to `path` atomically and return the path. `progress` receives the megabytes of a weights file.
 
-    A `Result` may have the `serialized_emission` of its model, which takes less time than to emit the model again.
+    The `serialized_emission` of a `Result` saves the time to emit its model again.
 
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix

@@ -49,10 +49,9 @@ def save(
     ModelError if a change cannot be expressed in ONNX, a weight cannot be read, or a text form would exceed 2 GB.
     Raises a UsageError if `path` cannot be written.
     """
-    if serialized_emission is None:
-        emission = emit_message(model, defer_weights=True)
-    else:
-        emission = serialized_emission._replace(message=ModelProto.FromString(serialized_emission.message))
+    emission = serialized_emission or emit_message(model, defer_weights=True)
+    if serialized_emission is not None:
+        emission = emission._replace(message=ModelProto.FromString(emission.message))
     message, folder = emission.message, model.source.folder
     external = serialization_form(path) == "protobuf" and _needs_external_weights(model, emission)
     if not external:
