@@ -248,7 +248,7 @@ def save(
     with lock_output(destination):
         # Again, because another process may have written it since.
         check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
-        known = {} if serialized_emission is None else {"serialized_emission": serialized_emission}
+        known = {} if serialized_emission is None else {"emission": serialized_emission}
         formats.format_module(model.format).save(model, destination, progress, **known)
     return destination
 

@@ -119,7 +119,7 @@ class OnnxRunner:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
         if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
-            self.serialized = emission._replace(message=emission.message.SerializeToString())
+            self.serialized = emission._replace(message=message_bytes(emission.message))
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
