@@ -230,7 +230,7 @@ def save(
 ) -> Path:
     """Write `model` to `path` atomically and return the path. `progress` receives the megabytes of a weights file.
 
-    A `Result` may have the `serialized_emission` of its model, which takes less time than to emit the model again.
+    The `serialized_emission` of a `Result` saves the time to emit its model again.
 
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix
@@ -248,7 +248,7 @@ def save(
     with lock_output(destination):
         # Again, because another process may have written it since.
         check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
-        known = {} if serialized_emission is None else {"serialized_emission": serialized_emission}
+        known = {} if serialized_emission is None else {"emission": serialized_emission}
         formats.format_module(model.format).save(model, destination, progress, **known)
     return destination
 

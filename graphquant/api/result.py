@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +200,7 @@ def make_result(
 ) -> Result:
     """Return the result with the quantized model, which is not validated yet, and record its provenance."""
     solution, solved_plan = built.edits.solution, built.edits.solution.plan
+    prepared, solved = built.edits.model, sorted(built.params)
     result = Result(
         model=built.model,
         source=source,
@@ -210,7 +210,7 @@ def make_result(
         skips=(*solved_plan.skips, *(built.skips[index] for index in sorted(built.skips))),
         site_notes=_notes_by_tensor(solution),
         saturated_tensors=frozenset(solved_plan.sites[index].tensor for index in solution.saturated),
-        explain_scales=partial(_explain_scales, built.edits.model, solution, frozenset(built.params)),
+        explain_scales=lambda: tuple(explain_scale(prepared, solved_plan, index, solution) for index in solved),
         changes=solution.changes,
         conflicts=solution.conflicts,
         stats=stats,
@@ -225,11 +225,6 @@ def make_result(
         original_model=None if any(pair.folded for pair in built.insertions) else source,
     )
     return replace(result, model=model)
-
-
-def _explain_scales(model: Model, solution: Solution, sites: frozenset[int]) -> tuple[tuple[str, ...], ...]:
-    """Return the explanations of the scale of each of `sites`, positions in the plan of the solution."""
-    return tuple(explain_scale(model, solution.plan, index, solution) for index in sorted(sites))
 
 
 def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -247,15 +246,14 @@ class PlacementSearch:
     Times are in nanoseconds, those of weighted ops in int8 less a share of their float time.
     """
 
-    def __init__(self, placement: Placement, table: CostTable) -> None:
-        """Start with all groups in float."""
+    def __init__(self, placement: Placement, table: CostTable, int8_worth: float = 0.0) -> None:
+        """Start with all groups in float. A larger worth keeps more multiply-adds in int8."""
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
         self.is_decidable = [False] * len(groups)
         for index in self.decidable:
             self.is_decidable[index] = True
-        self.is_judged = [False] * len(groups)
         self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
             if group.work is None:
@@ -264,8 +262,8 @@ class PlacementSearch:
             self.float_cost[index] = self.int8_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
             # An op of which the table knows one form only is not judged.
             if table.knows(kernel):
-                self.is_judged[index] = True
-                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work)
+                worth = int8_worth * self.float_cost[index] if group.has_weight else 0.0
+                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work) - worth
         conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
         self.quantize_cost, self.dequantize_cost = (
             [
@@ -284,6 +282,8 @@ class PlacementSearch:
             elif group.is_max_pool and group.work is not None:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
+        self.is_int8 = [group.fixed for group in groups]
+        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
         # as integers in int8, and the time of a DequantizeLinear for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
@@ -294,15 +294,7 @@ class PlacementSearch:
             [(position, self._dequantize_time(position, index)) for position in group.reads]
             for index, group in enumerate(groups)
         ]
-        self.float_time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
-        self.restart()
-
-    def restart(self) -> None:
-        """Set all groups to float that the plan alone does not decide."""
-        groups, tensors = self.placement.groups, self.placement.tensors
-        self.time = self.float_time
-        self.is_int8 = [group.fixed for group in groups]
-        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
+        self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
             sum(self._dequantize_time(position, reader) for reader in tensor.readers if not self.is_int8[reader])
@@ -311,16 +303,6 @@ class PlacementSearch:
         self.planar_times = [
             sum(self.planar_cost[reader] for reader in tensor.readers if self.is_int8[reader]) for tensor in tensors
         ]
-
-    def with_worth(self, int8_worth: float) -> PlacementSearch:
-        """Return a search from the start for another worth. A larger one keeps more multiply-adds in int8."""
-        search, groups = copy(self), self.placement.groups
-        search.int8_cost = [
-            cost - (int8_worth * self.float_cost[index] if self.is_judged[index] and groups[index].has_weight else 0.0)
-            for index, cost in enumerate(self.int8_cost)
-        ]
-        search.restart()
-        return search
 
     def flip(self, index: int) -> None:
         """Change one group between float and int8."""
@@ -400,34 +382,27 @@ class PlacementSearch:
         for number in range(MAX_ROUNDS):
             changed = self._try_tree(last_parent=bool(number % 2))
             if self.is_int8 != self._settled:
-                changed |= self._try_groups()
+                start = [*self.is_int8]
+                for label in (True, False):
+                    for region in self.regions(label):
+                        self.try_flips(region)
+                for index in self.decidable:
+                    self.try_flips([index])
+                self._try_neighbors()
+                self._settled = start if self.is_int8 == start else []
+                changed |= self.is_int8 != start
             if not changed:
                 break
 
-    def _try_groups(self) -> bool:
-        """Try to change each region, and each op alone and with its neighbors."""
-        changed = False
-        for label in (True, False):
-            for region in self.regions(label):
-                changed |= self.try_flips(region)
-        for index in self.decidable:
-            changed |= self.try_flips([index])
-        changed |= self._try_neighbors()
-        if not changed:
-            self._settled = [*self.is_int8]
-        return changed
-
-    def _try_neighbors(self) -> bool:
+    def _try_neighbors(self) -> None:
         """Try to change each op with its producers and with its readers of the same kind."""
-        changed = False
         for index in self.decidable:
             group, label = self.placement.groups[index], self.is_int8[index]
             readers = [reader for position in group.writes for reader in self.placement.tensors[position].readers]
             for others in (self.placement.producers(group), readers):
                 same = [i for i in dict.fromkeys(others) if self.is_decidable[i] and self.is_int8[i] == label]
                 if same and len(same) <= MAX_NEIGHBORS and self.is_int8[index] == label:
-                    changed |= self.try_flips([index, *same])
-        return changed
+                    self.try_flips([index, *same])
 
     def regions(self, label: bool) -> list[list[int]]:
         """Return the connected groups that can run on integers, and do (True) or do not (False)."""
@@ -519,7 +494,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     float_time = search.time
     outcomes: list[tuple[float, list[int]]] = []
     for worth in INT8_WORTHS:
-        int8_groups = search.with_worth(worth).run()
+        int8_groups = PlacementSearch(placement, table, worth).run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
             break
@@ -593,8 +568,7 @@ def without_float_ops(placement: Placement, plan: Plan, int8_groups: set[int], r
         producer = group_of((site.tensor.graph, site.tensor.op))
         if kept:
             tie = site.tie if producer in int8_groups else ()
-            is_unchanged = (kept, tie) == (site.uses, site.tie)
-            sites.append(site if is_unchanged else replace(site, uses=kept, tie=tie))
+            sites.append(site if (kept, tie) == (site.uses, site.tie) else replace(site, uses=kept, tie=tie))
         dropped: defaultdict[str, list[Use]] = defaultdict(list)
         for use in site.uses:
             if not needed[use]:

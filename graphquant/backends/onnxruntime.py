@@ -92,8 +92,7 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 
     optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
     verdicts = _RuntimeJudge(model, optimized).verdicts()
-    # Graphs refer to each other, so that only a garbage collection would free them. It is paused until they are free,
-    # because it would examine all their objects.
+    # Graphs refer to each other, so that only a garbage collection, which is paused, would free them.
     optimized.model.graphs.clear()
     return verdicts
 

@@ -33,7 +33,7 @@ from graphquant.calibration.memory import (
 )
 from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
-from graphquant.observers import Sketch, SketchAccumulator, add_all
+from graphquant.observers import SketchAccumulator, add_all
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -55,7 +55,7 @@ MIN_CONCURRENT_ELEMENTS = 1 << 23
 """Number of elements, over all runs, from which several runs are concurrent. The sessions of other threads would take
 longer to create than they save."""
 
-TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task, or whose sketches are made
+TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
 
 
 def block_feeds(
@@ -293,22 +293,14 @@ def collect_stats(
                         run.progress(samples_done, total_samples)
                 if stopped:
                     break
-        # A counted accumulator needs three times the memory of its sketch, so each is freed with its task.
-        tasks = (accumulators.pop(tensor) for tensor in tuple(accumulators))
-        groups = iter(lambda: list(itertools.islice(tasks, TENSORS_PER_TASK)), [])
-        sketches = dict(zip(observed_targets, itertools.chain(*pool.map(_to_sketches, groups)), strict=True))
+    # A counted accumulator needs three times the memory of its sketch, so each is freed before the next one.
+    sketches = {tensor: accumulators.pop(tensor).to_sketch() for tensor in observed_targets}
     reached_sketches = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.empty_arrays}
     return_freed_memory()
     digest, new_ranges = dataset.final_digest(), tuple(finished if observed_targets else block_ranges)
     stats = replace(stats, runs=tuple(replace(known_run, data_digest=digest) for known_run in stats.runs))
     new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)
     return combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
-
-
-def _to_sketches(accumulators: list[SketchAccumulator]) -> list[Sketch]:
-    """Return the sketches of accumulators, each of which is freed once its sketch exists."""
-    accumulators.reverse()
-    return [accumulators.pop().to_sketch() for _ in range(len(accumulators))]
 
 
 def _remaining_block_ranges(

@@ -55,17 +55,12 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
 
 def _output_element_counts(graph: Graph, op: Op) -> list[int | None]:
     """Return the elements per sample of the outputs that are read. A first axis of unknown size counts samples."""
-    element_counts: list[int | None] = []
     if op.kind in {"constant", "variable", "output"}:
-        return element_counts
+        return []
     edges = (edge for targets in graph.successors(op.name).values() for edge in targets.values())
     read_ports = {edge["port"] for edge in edges if "port" in edge}  # those of control edges have none
-    for port, output in enumerate(op.outputs):
-        if port not in read_ports:
-            continue
-        size = output.elements_per_sample
-        element_counts.append(size if output.dtype is None or "float" in output.dtype else 0)
-    return element_counts
+    outputs = (output for port, output in enumerate(op.outputs) if port in read_ports)
+    return [output.elements_per_sample if "float" in (output.dtype or "float") else 0 for output in outputs]
 
 
 def available_memory() -> int:

@@ -222,12 +222,6 @@ def find_shared_runner(model: Model) -> Runner | None:
     return next((runner for runner in runners if runner.model.graphs is model.graphs), None)
 
 
-def serialized_emission(model: Model) -> Any:
-    """Return what the shared runner of an ONNX model keeps for its file; None if it keeps nothing."""
-    runner = find_shared_runner(model)
-    return getattr(runner, "serialized", None) if runner is not None and runner.model is model else None
-
-
 def create_runner(model: Model) -> Runner:
     """Return the shared runner of this model, or else a new one."""
     return find_shared_runner(model) or format_module(model.format).create_runner(model)

@@ -359,8 +359,10 @@ class SketchAccumulator:
     def to_sketch(self) -> Sketch:
         """Return the statistics of all values. An open block is not counted as a block."""
         low, high = self._overall_limits()
-        bits = 0 if self._histogram is None else self._histogram.bits
-        histogram = () if self._histogram is None else self._histogram.bins()
+        histogram: dict[str, Any] = {}
+        if self._histogram is not None:
+            bins, counts, sums = self._histogram.bins()
+            histogram = {"bits": self._histogram.bits, "bins": bins, "counts": counts, "sums": sums}
         return Sketch(
             low=low,
             high=high,
@@ -371,8 +373,7 @@ class SketchAccumulator:
             blocks=self._blocks,
             low_sum=self._low_sum,
             high_sum=self._high_sum,
-            bits=bits,
-            **dict(zip(("bins", "counts", "sums"), histogram, strict=False)),
+            **histogram,
         )
 
 

@@ -132,9 +132,7 @@ class _MessageEmitter:
     def _value_name(self, tensor: TensorRef | None) -> str:
         if tensor is None:
             return ""
-        name: str | None = self._renamed_tensors.get(tensor)
-        if name is None:
-            name = self._model.graphs[tensor.graph].op(tensor.op).outputs[tensor.port].name
+        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
         if not name:
             raise ModelError(f"{tensor} is read, but its op omits that output. Reroute its readers.")
         return name

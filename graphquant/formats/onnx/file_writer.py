@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,22 +38,21 @@ EXTERNALIZE_BYTES = 1 << 28
 
 
 @paused_gc()
-def save(
-    model: Model, path: Path, progress: Progress | None = None, *, serialized_emission: Emission | None = None
-) -> None:
+def save(model: Model, path: Path, progress: Progress | None = None, emission: Emission | None = None) -> None:
     """Emit the model and write it to `path` atomically. In another folder, external data is linked or copied.
 
-    A `serialized_emission` of the model, with its message as bytes, is written without emitting the model again.
+    An `emission` of the model, with its message as bytes, is written without emitting the model again.
     All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
     external data and there are many new weights. That file is complete before the model is written, and the weights
     file of a replaced model is deleted. Any model that is at `path` meanwhile still has its own weights file. Raises a
     ModelError if a change cannot be expressed in ONNX, a weight cannot be read, or a text form would exceed 2 GB.
     Raises a UsageError if `path` cannot be written.
     """
-    if serialized_emission is None:
+    if emission is None:
         emission = emit_message(model, defer_weights=True)
     else:
-        emission = serialized_emission._replace(message=ModelProto.FromString(serialized_emission.message))
+        known = replace(emission.model, provenance=model.provenance, original_model=model.original_model)
+        emission = emission._replace(message=ModelProto.FromString(emission.message), model=known)
     message, folder = emission.message, model.source.folder
     external = serialization_form(path) == "protobuf" and _needs_external_weights(model, emission)
     if not external:

@@ -121,7 +121,7 @@ class OnnxRunner:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
         if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
-            self.serialized = emission._replace(message=emission.message.SerializeToString())
+            self.serialized = emission._replace(message=message_bytes(emission.message))
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
@@ -792,24 +792,21 @@ def _number_nodes(emission: Emission) -> _OpLookup:
     functions = [name for name, graph in model.graphs.items() if graph.is_function]
     pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
     for name, proto in pending:  # grows while bodies are visited
-        graph, known, callers = model.graphs[name], tensors.setdefault(name, {}), set[str]()
+        graph, known = model.graphs[name], tensors.setdefault(name, {})
         for op in graph.ops():
             if op.kind == "constant" and not name and op.name == op.outputs[0].name:
                 continue  # its value has the same name after optimizations, and there are many
             for port, output in enumerate(op.outputs):
                 tensor = TensorRef(name, op.name, port)
                 known[emission.renamed_tensors.get(tensor) or output.name] = tensor
-            if op.calls:
-                callers.add(op.name)
-        known.pop("", None)  # of omitted outputs
         for node in proto.node:
-            producer = known.get(next(filter(None, node.output), ""))
-            if producer is None:  # the emitter adds an Identity for an output that reads a constant
+            value = next(filter(None, node.output), "")
+            if value not in known or not value:  # the emitter adds an Identity for an output that reads a constant
                 continue
             node.name = f"@{len(numbered)}@"
-            numbered.append(producer)
-            if producer.op in callers:
-                calls = {call.attr: call.graph for call in graph.op(producer.op).calls}
+            numbered.append(known[value])
+            calls = {call.attr: call.graph for call in graph.op(known[value].op).calls}
+            if calls:
                 pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
     return _OpLookup(numbered=numbered, tensors=tensors)
 

@@ -73,9 +73,6 @@ _VALUE_PROPAGATED_OPS = frozenset(
 )
 """Ops for which onnx propagates the values of vectors, and so creates an object for each element they read."""
 
-_VALUE_OPS = _VALUE_PROPAGATED_OPS | _GROWING_OPS | {"Shape"}
-"""Ops that create or pass on values which onnx propagates."""
-
 _SHAPE_ARITHMETIC = _VALUE_PROPAGATED_OPS | {
     *("Ceil", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor", "Max", "Min", "Mod", "Neg", "Pow"),
     *("Range", "ReduceProd", "Reshape", "Shape", "Sqrt", "Tile", "Transpose", "Where"),
@@ -156,15 +153,12 @@ def hide_costly_nodes(typed_message: Any) -> bool:
         may_be_integers = {name for name, code in codes.items() if not code or code in INTEGER_TYPES}
         total_length += sum(vectors[name] or 0 for name in may_be_integers)
         for node in graph.node:
-            op_type = node.op_type
-            if op_type not in _VALUE_OPS:
-                continue
             output_name = next(iter(node.output), "")
             writes_integers = output_name not in types or output_name in may_be_integers
-            computes_integers |= writes_integers
-            if op_type in _GROWING_OPS and vectors.get(output_name) is None and writes_integers:
+            computes_integers |= writes_integers and node.op_type in _SHAPE_ARITHMETIC
+            if node.op_type in _GROWING_OPS and vectors.get(output_name) is None and writes_integers:
                 node.domain = HIDDEN_DOMAIN
-            elif op_type in _VALUE_PROPAGATED_OPS:
+            elif node.op_type in _VALUE_PROPAGATED_OPS:
                 sizes = [vectors.get(name) or 0 for name in node.input]
                 if max(sizes, default=0) > SHORT_VECTOR_ELEMENTS:
                     read_elements += sum(sizes)

@@ -11,6 +11,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.formats import format_module
+from graphquant.formats.onnx import shape_inference
 
 CRASHING_MODELS = [
     "(double[6, 2] x) => (y, float z, w) { y, z, w = Split<num_outputs = 2>(x) }",
@@ -183,3 +184,19 @@ def test_rejected_nodes_have_no_types(tmp_path: Path) -> None:
     text = "(float[2, 3] x) => (float[2, 3] y) { a = own.Unknown(x) b = Relu(x) y = Add(a, b) }"
     model = gq.load(write_untyped_model(text, tmp_path / "m.onnx"))
     assert [model.main.op(name).outputs[0].shape for name in ("a", "b")] == [None, (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [("(float[N, 4] x) => (y) { y = Add(x, x) }", 1), ("(float[N, 4] x) => (y) { s = Shape(x) y = Reshape(x, s) }", 2)],
+)
+def test_values_are_propagated_if_nodes_compute_integers(monkeypatch, text, passes):
+    """Types are inferred once more, with values, only if a node computes integers."""
+    infer_shapes, calls = onnx.shape_inference.infer_shapes, []
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", lambda *a, **k: calls.append(k) or infer_shapes(*a, **k))
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {text}')
+    typed = shape_inference.infer_types(message)
+    assert [value.name for value in typed.graph.output] == ["y"]
+    assert len(typed.graph.output[0].type.tensor_type.shape.dim) == 2
+    assert len(calls) == passes
+    assert [call.get("data_prop", False) for call in calls].count(True) == passes - 1

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
 import graphquant as gq
 from graphquant.analysis import validation
 from graphquant.backends import judge_ops
+from graphquant.cli import main
 from graphquant.errors import ModelError
-from graphquant.formats.onnx import create_runner, session, split_session
+from graphquant.formats.onnx import create_runner, file_writer, session, split_session
 from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
 from graphquant.formats.onnx.split_session import SplitSession, create_split_session
 
@@ -190,6 +192,19 @@ def test_sessions_of_the_validation_give_verdicts(monkeypatch: pytest.MonkeyPatc
     assert not numbered
     assert result.verdicts == judge_ops(result.model, "onnxruntime") != ()
     assert len(numbered) == 1
+
+
+@pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
+def test_the_message_of_the_validation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command emits a model with many pairs once, for its validation, and writes the same bytes as `save`."""
+    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    arguments = ["insert", f"{SAMPLES / 'digits_cnn.onnx'}", "--data", f"{SAMPLES / 'digits_cnn'}_calib.npz"]
+    with monkeypatch.context() as patches:
+        patches.setattr(file_writer, "emit_message", None)
+        assert CliRunner().invoke(main, [*arguments, "-o", f"{tmp_path / 'cli.onnx'}"]).exit_code == 0
+    result = gq.insert(SAMPLES / "digits_cnn.onnx", data=f"{SAMPLES / 'digits_cnn'}_calib.npz")
+    result.save(tmp_path / "api.onnx")
+    assert (tmp_path / "cli.onnx").read_bytes() == (tmp_path / "api.onnx").read_bytes()
 
 
 def test_merged_graphs() -> None:
