@@ -97,12 +97,22 @@ def removed_name_hint(source: Model, prepared: Model, pattern: str) -> str:
         slots = [] if _contains_op(prepared, tensor) else source.graphs[tensor.graph].slots(tensor.op)
         return slots[0] if slots else None
 
+    def reader_of_removed_op(tensor: TensorRef) -> TensorRef | None:
+        uses = [] if _contains_op(prepared, tensor) else source.graphs[tensor.graph].consumers(tensor)
+        return TensorRef(uses[0].graph, uses[0].op) if uses else None
+
+    def has_new_type(tensor: TensorRef) -> bool:
+        return _contains_op(prepared, tensor) and prepared.op(tensor).type != source.op(tensor).type
+
     for graph, op in source.reachable_ops():
         tensors = [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
         labels = [name for tensor in tensors for name in tensor_selector_names(source, tensor)]
         if name_matches(pattern, *labels) and not _contains_op(prepared, tensors[0]):
             starts = [tensors[0], *(TensorRef(use.graph, use.op) for use in graph.consumers(tensors[0]))]
-            for replacement in (follow_to_end(start, source_of_removed_op) for start in starts):
+            # An op that was joined with others is part of the one behind it; a folded one, of the one before it.
+            joined = follow_to_end(tensors[0], reader_of_removed_op)
+            folded = [follow_to_end(start, source_of_removed_op) for start in starts]
+            for replacement in (*((joined,) if has_new_type(joined) else ()), *folded):
                 if _contains_op(prepared, replacement):
                     return f" Preparation removes {op.name!r} and folds it into {replacement.op!r}. Use that name."
     return ""

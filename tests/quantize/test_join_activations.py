@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.onnx_models import load_onnx, run_onnx
 
 import graphquant as gq
+from graphquant.errors import UsageError
 from graphquant.formats import onnx as onnx_format
 from graphquant.quantize import prepare
 
@@ -184,3 +185,11 @@ def test_int8_around_a_silu(tmp_path):
     assert types(onnx.load(tmp_path / "quant.onnx")).count("QuickGelu") == 1
     stripped = gq.strip(tmp_path / "quant.onnx").model
     assert types(onnx_format.emit(stripped)) == ["Conv", "QuickGelu", "Conv", "Relu"]
+
+
+def test_names_of_parts(tmp_path):
+    """A selector that names a part is told the name of the op that it became."""
+    model = load_net(tmp_path, "d = Div(x, two) s = Sigmoid(d) y = Mul(x, s)")
+    for name in ("d", "s"):
+        with pytest.raises(UsageError, match="folds it into 'y'"):
+            gq.plan(model, rules=["onnxruntime"], exclude=name)
