@@ -182,13 +182,13 @@ class _InputStats:
         if numbers.dtype not in {np.dtype(np.float32), np.dtype(np.float64)}:
             numbers = numbers.astype(np.float64)
         if numbers.size:
-            self.low = min(self.low, float(numbers.min()))
-            self.high = max(self.high, float(numbers.max()))
+            low, high = float(numbers.min()), float(numbers.max())
+            self.low, self.high = min(self.low, low), max(self.high, high)
             self.total += float(numbers.sum(dtype=np.float64))
-            self.exponents[math.frexp(float(np.abs(numbers).max()))[1]] += 1
+            self.exponents[math.frexp(max(-low, high))[1]] += 1
             self.finite_count += numbers.size
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
-            self.blank_feeds += numbers.size > 1 and bool((numbers == numbers[0]).all())
+            self.blank_feeds += numbers.size > 1 and low == high
             if values.dtype.kind in "iu" and values.ndim and values.shape[-1] > 1:
                 is_consecutive = bool((np.diff(values.astype(np.int64)) == 1).all())
                 self.consecutive = self.consecutive is not False and is_consecutive
@@ -587,17 +587,16 @@ class _ModelResponse:
 
     def needs_large_values(self, name: str) -> bool:
         """Return True if the model tells samples apart, but not if input `name` is divided by 255."""
-        divided = [
-            self._runner.run({**feed, name: (feed[name] / MAX_PIXEL).astype(feed[name].dtype)}) for feed in self._feeds
-        ]
-        for output, value in self._outputs[0].items():
-            if value.size > 1 and len({result[output].shape for result in self._outputs}) == 1:
-                classes, divided_classes = (
-                    {int(result[output].argmax()) for result in results} for results in (self._outputs, divided)
-                )
-                if len(classes) > 1 and len(divided_classes) == 1:
-                    return True
-        return False
+
+        def classes(results: Sequence[Mapping[str, Array]], output: str) -> set[int]:
+            return {int(result[output].argmax()) for result in results}
+
+        first, *others = self._outputs
+        outputs = [key for key in first if all(first[key].shape == result[key].shape for result in others)]
+        outputs = [key for key in outputs if first[key].size > 1 and len(classes(self._outputs, key)) > 1]
+        run, feeds = self._runner.run, self._feeds if outputs else ()  # no run is needed without outputs
+        divided = [run({**feed, name: (feed[name] / MAX_PIXEL).astype(feed[name].dtype)}) for feed in feeds]
+        return any(len(classes(divided, key)) == 1 for key in outputs)
 
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""

@@ -17,7 +17,7 @@ from graphquant.batch.reports.text import report_notices
 from graphquant.batch.types import BatchReport, Entry
 from graphquant.batch.work import quantize_entry
 from graphquant.calibration.data import Dataset, open_data
-from graphquant.calibration.data.check import SampleCheck, check_dataset
+from graphquant.calibration.data.check import SampleCheck, _ModelResponse, check_dataset
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec, format_module
 
@@ -581,3 +581,28 @@ def test_no_false_warnings_for_photographs(shared) -> None:
     for name in ("lm_model0_opt.onnx", "mnv3_detection_opt.onnx"):
         assert model_findings(shared / "osf" / name, input=normalized) == []
         assert "unscaled" in model_findings(shared / "osf" / name, input=crops)
+
+
+class CountingRunner:
+    """A runner whose only output is the mean of its input, or its negative, as two scores."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, feed):
+        """Return the scores of a feed."""
+        self.runs += 1
+        return {"y": np.array([feed["x"].mean(), -feed["x"].mean()])}
+
+    def run_each(self, feeds):
+        """Return the scores of each feed."""
+        return map(self.run, feeds)
+
+
+@pytest.mark.parametrize(("last", "runs"), [(255.0, 2), (-255.0, 4)])
+def test_divided_samples_run_only_if_outputs_differ(last: float, runs: int) -> None:
+    """Samples of one class tell nothing about the scale, so that they are not run again divided by 255."""
+    runner = CountingRunner()
+    feeds = [{"x": np.array([value], np.float32)} for value in (255.0, last)]
+    assert not _ModelResponse(runner, None, {}, feeds).needs_large_values("x")
+    assert runner.runs == runs
