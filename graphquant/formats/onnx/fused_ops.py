@@ -41,10 +41,10 @@ PACKED_SUFFIX = "/packed"  # ends the names of packed constants; the rest is the
 TRANSPOSED_SUFFIX = "/transposed"  # ends the rest for the weight of a Gemm with `transB`
 TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads it through a Transpose
 
-# Metadata of a fused op with the name of another op that it replaces: the Transpose of its table, a Gemm, or a product,
-# by its slot in the Add that the fused op has.
-TRANSPOSE_KEY, GEMM_KEY = f"{METADATA_PREFIX}transpose", f"{METADATA_PREFIX}gemm"
-SUMMAND_KEYS = f"{METADATA_PREFIX}summand-0", f"{METADATA_PREFIX}summand-1"
+# Metadata of a fused op: type and names of the attributes of the op in its place, and the name of another op that it
+# replaces: the Transpose of its table, or a product, by its slot in the Add that the fused op has.
+OP_KEY, TRANSPOSE_KEY, *SUMMAND_KEYS = (f"{METADATA_PREFIX}{k}" for k in ("op", "transpose", "summand-0", "summand-1"))
+DEFAULT_ATTRS = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0, "axis": 0}  # of Gemm and Gather
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
 WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3, 4, 5
@@ -422,15 +422,16 @@ def _replace_layer(
         dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
-    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, info), domain=domain, attrs=attrs), inputs)
+    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, attrs, info), domain=domain), inputs)
     return [*dict.fromkeys(names), lift.op.name]
 
 
-def _standard_op(op: Op, op_type: str, info: OpInfo | None = None) -> Op:
-    """Return a standard op, without attributes, in place of a fused one."""
-    info = info or DEFAULT_DOMAIN_OPS[op_type]
+def _standard_op(op: Op, op_type: str, attrs: Mapping[str, Any] = NO_ATTRS, info: OpInfo | None = None) -> Op:
+    """Return a standard op in place of a fused one, with `attrs` and the attributes with default values that it had."""
+    info, written = info or DEFAULT_DOMAIN_OPS[op_type], op.notes.get(OP_KEY, "").split()
     fields: dict[str, Any] = {"kind": info.kind, "roles": info.roles, "channel_axis": info.channel_axis}
-    fields |= {"domain": "", "attrs": NO_ATTRS, "rule": "", "anchor": "", "source": None, "notes": node_notes(op)}
+    fields |= {"domain": "", "rule": "", "anchor": "", "source": None, "notes": node_notes(op)}
+    fields["attrs"] = {name: value for name, value in DEFAULT_ATTRS.items() if name in written} | {**attrs}
     return replace(op, type=op_type, **fields)
 
 
@@ -445,12 +446,11 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
         dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
         names.append(dequantized.op)
     inputs = [lift.slots[0], dequantized]
-    if is_transposed or GEMM_KEY in op.notes:
-        gemm = replace(_standard_op(op, "Gemm"), channel_axis=int(not is_transposed))
-        replace_op(graph, replace(gemm, attrs={"transB": 1} if is_transposed else {}), [*inputs, *bias])
-        return [*names, op.name]
     product = replace(_standard_op(op, "MatMul"), channel_axis=1)
-    if bias:
+    if is_transposed or op.notes.get(OP_KEY, "").startswith("Gemm"):
+        gemm = _standard_op(op, "Gemm", {"transB": 1} if is_transposed else {})
+        product, inputs = replace(gemm, channel_axis=int(not is_transposed)), [*inputs, *bias]
+    elif bias:
         slot = int(SUMMAND_KEYS[1] in op.notes)
         name, output = op.notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
         fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
@@ -499,8 +499,8 @@ def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | Non
 
 def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
-    gather_axis = int(lift.op.numeric_attr("gather_axis", 0))
-    gather = replace(_standard_op(lift.op, "Gather"), attrs={"axis": gather_axis} if gather_axis else {})
+    axis = int(lift.op.numeric_attr("gather_axis", 0))
+    gather = _standard_op(lift.op, "Gather", {"axis": axis} if axis else {})
     replace_op(lift.graph, gather, [dequantized, lift.slots[1]])
     return [dequantized.op, lift.op.name]
 

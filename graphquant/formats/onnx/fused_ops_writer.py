@@ -20,10 +20,10 @@ from graphquant.formats.onnx.fused_ops import (
     BITS_PER_BYTE,
     DYNAMIC_BIAS_SLOT,
     DYNAMIC_QUANTIZE,
-    GEMM_KEY,
     LSTM_SLOTS,
     MOE_FIRST_WEIGHT,
     MOE_WEIGHTS,
+    OP_KEY,
     PACKED_SUFFIX,
     SHARED_DYNAMIC_PRODUCT,
     SUMMAND_KEYS,
@@ -359,8 +359,8 @@ class _Weight:
         if result is not product:
             slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
             notes[SUMMAND_KEYS[slot]] = product.name
-        elif product.type == "Gemm":
-            notes[GEMM_KEY] = product.name
+        elif product.type != "MatMul":
+            notes[OP_KEY] = " ".join([product.type, *product.attrs])
         fused = replace(fused, notes={**fused.notes, **notes})
         replace_op(graph, fused, inputs)
         if result is not product:
