@@ -220,35 +220,32 @@ def _is_model_of(model_format: str, path: Path) -> bool:
 
 
 @checks_types
-def save(
-    model: Model,
-    path: str | Path,
-    *,
-    force: bool = False,
-    progress: Progress | None = None,
-    serialized_emission: Any = None,
-) -> Path:
+def save(model: Model, path: str | Path, *, force: bool = False, progress: Progress | None = None) -> Path:
     """Write `model` to `path` atomically and return the path. `progress` receives the megabytes of a weights file.
-
-    The `serialized_emission` of a `Result` saves the time to emit its model again.
 
     Raises:
         UsageError: The path exists and `force` is False, it is not writable, another process is writing it, its suffix
             belongs to another format, or the model was loaded from an object in memory.
         ModelError: The model cannot be stored in this form.
     """
+    return write_model(model, Path(path), force=force, progress=progress)
+
+
+def write_model(
+    model: Model, destination: Path, *, force: bool, progress: Progress | None, emission: Any = None
+) -> Path:
+    """Write `model` like `save`; the `serialized_emission` of a `Result` saves the time to emit its model again."""
     if object_name := formats.memory_object_name(model):
         raise UsageError(
             f"The model was loaded from {object_name} in memory and has no file format. gq.to_tf(result) returns"
             " such an object, which you can save like your own."
         )
-    destination = Path(path)
     frozen = formats.is_graph_file(model)
     check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
     with lock_output(destination):
         # Again, because another process may have written it since.
         check_model_output(destination, model.path, model.format, force=force, frozen=frozen)
-        known = {} if serialized_emission is None else {"emission": serialized_emission}
+        known = {} if emission is None else {"emission": emission}
         formats.format_module(model.format).save(model, destination, progress, **known)
     return destination
 

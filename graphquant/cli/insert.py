@@ -218,10 +218,10 @@ def _write_result(
 
         conversion = convert_to_tflite(result, target, force=force, io=io)
     elif target is not None:
-        from graphquant.api.models import save
+        from graphquant.api.models import write_model
 
         with progress_bar() as progress:
-            save(result.model, target, force=force, progress=progress, serialized_emission=result.serialized_emission)
+            write_model(result.model, target, force=force, progress=progress, emission=result.serialized_emission)
     if target is not None:
         remember_output(target)
     if report is not None:
