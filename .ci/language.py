@@ -95,8 +95,8 @@ LIMITS = {
     "marked docstrings": 1.0,
     "prose assertions": 0.5,
     "packages": 18,
-    "modules": 210,
-    "lines": 65_250,
+    "modules": 211,
+    "lines": 65_500,
 }
 """The largest allowed figure of each measure: percent, but "what" per 1,000 words, and the last three are counts."""
 
