@@ -26,6 +26,7 @@ from graphquant.quantize.source_record import (
     OPS_KEY,
     RECORD_KEY,
     make_record,
+    node_notes,
     op_provenance_json,
     restore_source,
 )

@@ -15,7 +15,8 @@ import numpy as np
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize.preparation_undo import RecordedEdits, Step, remove_unread_ops
-from graphquant.quantize.saturation import EVALUATED_KINDS, GRID_POINTS, erf, evaluate_op
+from graphquant.quantize.saturation import EVALUATED_KINDS, evaluate_op, gelu, gelu_by_tanh
+from graphquant.quantize.source_record import node_notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,8 +28,12 @@ JOIN_ACTIVATIONS_STEP: Final = "join-activations"
 MAX_PARTS: Final = 12  # most ops of one activation
 END_KINDS: Final = frozenset({"mul", "div"})  # kinds of the last op of an activation
 GATE_KINDS: Final = frozenset({"sigmoid", "hard_sigmoid", "tanh", "erf", "clip", "relu6", "relu", "max", "min"})
-GRID: Final = np.linspace(-8, 8, GRID_POINTS)  # values at which activations are compared
-TOLERANCE: Final = 1e-6  # float32 constants of an activation are off by less
+FAR: Final = np.array([10, 16, 32, 64, 100, 1e3, 1e4, 1e5])
+GRID: Final = np.concatenate([-FAR[::-1], np.linspace(-8, 8, 1025), FAR])
+"""Values at which activations are compared. The far ones tell an activation from one with a limit."""
+
+TOLERANCE: Final = 1e-6
+"""Largest error of an activation. Constants of seven digits stay below; 1.4142 for a square root does not."""
 
 
 class Activation(NamedTuple):
@@ -43,13 +48,9 @@ class Activation(NamedTuple):
 
 ACTIVATIONS: Final = (
     Activation("silu", "QuickGelu", MICROSOFT_DOMAIN, lambda x, alpha: x / (1 + np.exp(-alpha * x))),
-    Activation("gelu", "Gelu", MICROSOFT_DOMAIN, lambda x, _: x * (1 + erf(x / math.sqrt(2))) / 2),
-    Activation(
-        "other",  # only ONNX Runtime has it
-        "FastGelu",
-        MICROSOFT_DOMAIN,
-        lambda x, _: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    ),
+    Activation("gelu", "Gelu", MICROSOFT_DOMAIN, lambda x, _: gelu(x)),
+    # The kind FastGelu has in a model that is read: only ONNX Runtime has it, and no rule for others must name it.
+    Activation("other", "FastGelu", MICROSOFT_DOMAIN, lambda x, _: gelu_by_tanh(x)),
     Activation("hard_swish", "HardSwish", "", lambda x, _: x * np.clip(x / 6 + 0.5, 0, 1), 14),
 )
 
@@ -66,9 +67,9 @@ def join_activations(model: Model) -> Iterator[Step]:
         for op in sorted((op for op in ends if op.name in order), key=lambda op: order[op.name]):
             for tensor, parts in _regions(graph, op, order, parameters):
                 values = _evaluate(model, parameters, graph, tensor, sorted(parts, key=order.__getitem__))
-                found = None if values is None else recognize(values, model.opset)
-                if found is not None:
-                    yield _join(model, graph, op, tensor, *found)
+                recognized = None if values is None else recognize(values, model.opset)
+                if recognized is not None:
+                    yield _join(model, graph, op, tensor, *recognized)
                     break
 
 
@@ -124,10 +125,11 @@ def recognize(values: Array, opset: int) -> tuple[Activation, float] | None:
     """Return the activation that has these values on the grid, with its steepness; None if there is none."""
     gate = float(np.interp(1.0, GRID, values))
     steepness = float(np.float32(math.log(gate / (1 - gate)))) if 0 < gate < 1 else 1.0
-    for activation in ACTIVATIONS:
-        expected = activation.function(GRID, steepness)
-        if activation.opset <= opset and np.allclose(values, expected, rtol=TOLERANCE, atol=TOLERANCE):
-            return activation, steepness
+    with np.errstate(over="ignore"):
+        for activation in ACTIVATIONS:
+            expected = activation.function(GRID, steepness)
+            if activation.opset <= opset and np.allclose(values, expected, rtol=TOLERANCE, atol=TOLERANCE):
+                return activation, steepness
     return None
 
 
@@ -135,7 +137,7 @@ def _join(model: Model, graph: Graph, op: Op, tensor: TensorRef, activation: Act
     edits, slots = RecordedEdits(model), list(graph.slots(op.name))
     attrs = {"alpha": steepness} if activation.kind == "silu" else {}
     joined = replace(op, kind=activation.kind, type=activation.type, domain=activation.domain, attrs=attrs)
-    edits.replace(graph, replace(joined, roles=("input",), source=None))
+    edits.replace(graph, replace(joined, roles=("input",), source=None, notes=node_notes(op)))
     edits.connect(Use(graph.name, op.name, 0), tensor)
     edits.connect(Use(graph.name, op.name, 1), None)
     remove_unread_ops(model, [slot for slot in slots if slot is not None], edits=edits)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GRID_POINTS = 1025  # values at which the ops are evaluated
 MAX_OPS = 32  # ops below a tensor that are evaluated
+QUICK_GELU_STEEPNESS = 1.702  # of the sigmoid in com.microsoft's QuickGelu, if the op states none
 FLAT_SLOPE = 0.25  # largest slope of a constant end, as a share of the mean slope
 
 
@@ -29,11 +30,20 @@ def erf(x: Array) -> Array:
     return np.array([math.erf(value) for value in x])
 
 
+def gelu(x: Array) -> Array:
+    """Return the Gaussian error linear unit of each value."""
+    return np.asarray(x * (1 + erf(x / math.sqrt(2))) / 2)
+
+
+def gelu_by_tanh(x: Array) -> Array:
+    """Return the approximation of `gelu` by a tanh."""
+    return np.asarray(x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2)
+
+
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "tanh": np.tanh,
     "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
     "erf": erf,
     "softplus": lambda x: np.logaddexp(x, 0),
     "exp": np.exp,
@@ -54,7 +64,28 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
 }
 """Ops that are evaluated, by kind. The tensors that other ops read must not change."""
 
-EVALUATED_KINDS = frozenset({*_UNARY, *_BINARY, *RELU_LIMITS, "clip", "hard_sigmoid", "silu"})
+
+def _hard_sigmoid(op: Op, x: Array) -> Array:
+    return np.clip(op.numeric_attr("alpha", 0.2) * x + op.numeric_attr("beta", 0.5), 0, 1)
+
+
+def _silu(op: Op, x: Array) -> Array:
+    steepness = op.numeric_attr("alpha", QUICK_GELU_STEEPNESS if op.type == "QuickGelu" else 1.0)
+    return np.asarray(x / (1 + np.exp(-steepness * x)))
+
+
+def _gelu(op: Op, x: Array) -> Array:
+    return (gelu_by_tanh if op.text_attr("approximate", "none") == "tanh" else gelu)(x)
+
+
+_WITH_ATTRIBUTES: Mapping[str, Callable[[Op, Array], Array]] = {
+    "hard_sigmoid": _hard_sigmoid,
+    "silu": _silu,
+    "gelu": _gelu,
+}
+"""Ops whose result depends on attributes."""
+
+EVALUATED_KINDS = frozenset({*_UNARY, *_BINARY, *_WITH_ATTRIBUTES, *RELU_LIMITS, "clip"})
 
 
 def limit_to_responsive(
@@ -129,11 +160,8 @@ def evaluate_op(
     first, *others = (operand for operand in operands if operand is not None)
     if (limits := clip_limits(model, parameters, result)) is not None:
         return np.clip(first, *limits)
-    if op.kind == "hard_sigmoid":
-        alpha, beta = (op.numeric_attr("alpha", 0.2), op.numeric_attr("beta", 0.5))
-        return np.clip(alpha * first + beta, 0, 1)
-    if op.kind == "silu":
-        return np.asarray(first / (1 + np.exp(-op.numeric_attr("alpha", 1.0) * first)))
+    if op.kind in _WITH_ATTRIBUTES:
+        return _WITH_ATTRIBUTES[op.kind](op, first)
     if op.kind in _UNARY:
         return _UNARY[op.kind](first)
     return _BINARY[op.kind](first, others[0]) if op.kind in _BINARY and len(slots) == 2 else None  # noqa: PLR2004
@@ -146,4 +174,4 @@ def _operand(parameters: Parameters, slot: TensorRef | None, values: Mapping[Ten
     if not parameters.is_parameter(slot) or math.prod(size or 0 for size in parameters.shape(slot) or ()) != 1:
         return None
     value = parameters.value(slot)
-    return None if value is None or value.size != 1 else np.full(GRID_POINTS, float(value.reshape(-1)[0]))
+    return None if value is None or value.size != 1 else np.asarray(float(value.reshape(-1)[0]))

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from graphquant.ir import Model
+    from graphquant.ir import Model, Op
     from graphquant.numerics import Array
 
 # Find large values in any protocol buffer message.
@@ -337,3 +337,11 @@ def op_provenance_json(model: Model) -> str:
         if entries := {op.name: [op.rule, op.anchor, dict(op.notes)] for op in inserted}:
             by_graph[name] = dict(sorted(entries.items()))
     return json.dumps(dict(sorted(by_graph.items())), separators=(",", ":")) if by_graph else ""
+
+
+def node_notes(op: Op) -> dict[str, str]:
+    """Return the metadata of an op's node without that of graphquant, and its doc string under ""."""
+    notes = op.notes
+    if op.source is not None:
+        notes = {"": op.source.doc_string, **{entry.key: entry.value for entry in op.source.metadata_props}}
+    return {key: value for key, value in notes.items() if value and not key.startswith(METADATA_PREFIX)}

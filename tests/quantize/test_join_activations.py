@@ -28,6 +28,8 @@ CONSTANTS = {
     "cubic": 0.044715,
     "scale": (2 / np.pi) ** 0.5,
     "exponent": 3.0,
+    "far": 3000.0,
+    "low": -1.0,
 }
 CUBIC = "c = Pow(x, exponent) m = Mul(c, cubic) a = Add(x, m)"
 SPELLINGS = {
@@ -97,6 +99,8 @@ def test_spellings(tmp_path, spelling):
         "d = Div(x, two) e = Erf(d) o = Add(e, one) p = Mul(x, o) y = Mul(p, half)",
         "h = HardSigmoid<alpha = 0.2>(x) y = Mul(x, h)",
         "y = Mul(x, half)",
+        "c = Min(x, far) s = Sigmoid(x) y = Mul(c, s)",  # the same below 3,000
+        "c = Clip(x, low, six) s = Sigmoid(c) y = Mul(x, s)",
     ],
 )
 def test_other_functions(tmp_path, body):
@@ -109,6 +113,13 @@ def test_parts_with_other_readers(tmp_path):
     """A gate that another op reads stays, as does its product."""
     model = load_net(tmp_path, "s = Sigmoid(x) y = Mul(x, s)", outputs="ys")
     assert prepare(model, STEP)[1] == ()
+
+
+def test_limits_behind_an_activation(tmp_path):
+    """A limit that only large values reach stays, behind the activation."""
+    model = load_net(tmp_path, "s = Sigmoid(x) m = Mul(x, s) c = Min(m, far) y = Mul(c, one)")
+    message = onnx_format.emit(prepare(model, STEP)[0])
+    assert types(message) == ["Identity", "QuickGelu", "Min", "Mul", "Neg"]
 
 
 def test_the_input_may_have_other_readers(tmp_path):
@@ -185,6 +196,46 @@ def test_int8_around_a_silu(tmp_path):
     assert types(onnx.load(tmp_path / "quant.onnx")).count("QuickGelu") == 1
     stripped = gq.strip(tmp_path / "quant.onnx").model
     assert types(onnx_format.emit(stripped)) == ["Conv", "QuickGelu", "Conv", "Relu"]
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "op_type"),
+    [
+        ("com.microsoft", "QuickGelu", "QuickGelu"),
+        ("com.microsoft", "QuickGelu<alpha = 1.0>", "QuickGelu"),
+        ("com.microsoft", "Gelu", "Gelu"),
+        ("", "Gelu", "Gelu"),
+        ("", 'Gelu<approximate = "tanh">', "FastGelu"),
+    ],
+)
+def test_activations_of_one_op(tmp_path, domain, op, op_type):
+    """An activation of one op between ops that change nothing keeps its values, also those of its defaults."""
+    message = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 20, "com.microsoft": 1]> g (float[2, 9] x) => (float[2, 9] y) {{
+            q = {domain and domain + "."}{op}(x) m = Max(q, low) y = Mul(m, one)
+        }}"""
+    )
+    for name in ("low", "one"):
+        message.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(CONSTANTS[name]), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    joined = onnx_format.emit(prepare(gq.load(tmp_path / "model.onnx"), STEP)[0])
+    assert types(joined) == [op_type]
+    feeds = {"x": np.linspace(-9, 9, 18, dtype=np.float32).reshape(2, 9)}
+    np.testing.assert_allclose(run_onnx(joined, feeds)[0], run_onnx(message, feeds)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_doc_string_and_metadata(tmp_path):
+    """The op has those of the last part."""
+    text = "g (float[2, 9] x) => (float[2, 9] y) { s = Sigmoid(x) y = Mul(x, s) }"
+    load_onnx(tmp_path, text, {}, opset=14)
+    message = onnx.load(tmp_path / "model.onnx")
+    message.ir_version = 10
+    message.graph.node[1].doc_string = "what it is"
+    message.graph.node[1].metadata_props.add(key="k", value="v")
+    onnx.save(message, tmp_path / "model.onnx")
+    (node,) = onnx_format.emit(prepare(gq.load(tmp_path / "model.onnx"), STEP)[0]).graph.node
+    assert (node.op_type, node.doc_string) == ("QuickGelu", "what it is")
+    assert {entry.key: entry.value for entry in node.metadata_props} == {"k": "v"}
 
 
 def test_names_of_parts(tmp_path):

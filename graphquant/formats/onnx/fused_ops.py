@@ -25,7 +25,7 @@ from graphquant.numerics import rows_per_slab
 from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
-from graphquant.quantize import METADATA_PREFIX
+from graphquant.quantize import METADATA_PREFIX, node_notes
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, OpInfo, Shape
@@ -661,14 +661,6 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     **{("", name): _lift_folded for name in ("Mul", "Reshape", "Slice")},
 }
-
-
-def node_notes(op: Op) -> dict[str, str]:
-    """Return the metadata of an op's node without that of graphquant, and its doc string under ""."""
-    notes = op.notes
-    if op.source is not None:
-        notes = {"": op.source.doc_string, **{entry.key: entry.value for entry in op.source.metadata_props}}
-    return {key: value for key, value in notes.items() if value and not key.startswith(METADATA_PREFIX)}
 
 
 def add_constant(

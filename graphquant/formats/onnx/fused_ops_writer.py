@@ -35,7 +35,6 @@ from graphquant.formats.onnx.fused_ops import (
     add_constant,
     add_transpose,
     constant_value,
-    node_notes,
     numpy_dtype,
     remove_if_unread,
     replace_op,
@@ -59,6 +58,7 @@ from graphquant.qdq import (
 )
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize import node_notes
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Shape
