@@ -127,10 +127,15 @@ print([status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024])
 
 
 def measure_process(command: list[str], log: Path) -> tuple[int, float, float]:
-    """Run a command; return its status, seconds of the processor and peak megabytes. `log` gets its output."""
-    arguments = [sys.executable, "-S", "-c", LAUNCHER, str(log), *command]
+    """Run a command; return its status, seconds of the processor and peak megabytes. `log` gets its output.
+
+    It runs in the folder of `log`, because ONNX Runtime's pre-processing leaves files in its own.
+    """
+    arguments = [sys.executable, "-S", "-c", LAUNCHER, str(log), str(Path(command[0]).absolute()), *command[1:]]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    output = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        arguments, env=environment, cwd=log.parent, capture_output=True, text=True, check=True
+    ).stdout
     status, seconds, megabytes = json.loads(output.splitlines()[-1])
     return status, seconds, megabytes
 
