@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -246,6 +247,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     prepare: dict[str, bool] = {}
     algorithms: dict[str, bool] = {}
     rules: list[BoundRule] = []
+    library_rules: dict[str, list[BoundRule]] = {}
     descriptions: list[str] = []
     targets: dict[str, None] = {}
     costs = ""
@@ -264,7 +266,9 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         find_line = partial(nearest_line, locate, ("use",))
         for used in (shipped_pattern_libraries()[library] for library in file.use):
             digest.update(hashlib.sha256(used.read_bytes()).digest())
-            rules += [BoundRule(rule, used.stem, find_line, None, file.pattern) for rule in _read_library(used).rule]
+            library = _read_library(used)
+            bound = [BoundRule(rule, used.stem, find_line, None, library.pattern, True) for rule in library.rule]
+            library_rules.setdefault(used.stem, bound)
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
@@ -276,7 +280,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             sources.insert(index + 1, (position, file.extends, shipped_rule_files()[file.extends], schemes))
         for rule_index, rule in enumerate(file.rule):
             find_line = partial(nearest_line, locate, ("rule", rule_index))
-            rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
+            scheme, inherited = schemes.get(rule.quantize), name != names[position]
+            rules.append(BoundRule(rule, label, find_line, scheme, file.pattern, inherited))
     if failures:
         raise RuleError("\n".join(failures))
     costs = "" if costs == NO_COSTS else costs
@@ -290,7 +295,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         prepare=tuple(name for name, enabled in prepare.items() if enabled),
         algorithms=tuple(name for name, enabled in algorithms.items() if enabled),
         costs=costs,
-        rules=tuple(rules),
+        rules=(*rules, *chain.from_iterable(library_rules.values())),
     )
 
 

@@ -228,7 +228,8 @@ class PatternLibrary:
 
     description: str = ""  # the subject of the library in one line
     pattern: dict[str, Pattern] = Field(default_factory=dict)  # patterns by name
-    rule: list[Rule] = Field(default_factory=list)  # rules without schemes, which precede those of the file
+    # Rules without schemes, such as reasons why tensors stay float. They follow those of all files.
+    rule: list[Rule] = Field(default_factory=list)
 
 
 PREPARATION_NAMES = (
@@ -317,6 +318,7 @@ class BoundRule(NamedTuple):
     find_line: Callable[[], int]
     scheme: Scheme | None
     patterns: dict[str, Pattern]
+    inherited: bool = False  # True for a rule of a shipped file or library that a file names in `extends` or `use`
 
     @property
     def line(self) -> int:
