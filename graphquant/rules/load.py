@@ -23,8 +23,8 @@ from graphquant.rules.rule import (
     NEGATION,
     NO_COSTS,
     BoundRule,
+    Library,
     Pattern,
-    PatternLibrary,
     Rule,
     RuleFile,
     RuleSet,
@@ -64,13 +64,13 @@ BUILTIN_OUTCOMES = ("float", "fused", "same-as-input", "passthrough")
 
 def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake]]:
     """Return the rule file in `data`, None if there are mistakes, and each mistake with its key path."""
-    shipped = shipped_pattern_libraries()
+    shipped = shipped_libraries()
     used = data.get("use")
     used = used if _is_list_of_strings(used) else []
     libraries = [_read_library(shipped[name]) for name in used if name in shipped]
     library_patterns = {key: pattern for library in libraries for key, pattern in library.pattern.items()}
     mistakes: list[Mistake] = [
-        (("use", index), f"there is no pattern library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
+        (("use", index), f"there is no library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
         for index, name in enumerate(used)
         if name not in shipped
     ]
@@ -89,16 +89,16 @@ def _hint(word: str, known: Collection[str], sentence: str) -> str:
     return did_you_mean(word[:MAX_VALUE_LENGTH], known) or words_sentence(sentence, known)
 
 
-def shipped_pattern_libraries() -> dict[str, Path]:
-    """Return the shipped pattern libraries by name."""
+def shipped_libraries() -> dict[str, Path]:
+    """Return the shipped libraries by name."""
     folder = _shipped_folder() / "patterns"
     return {path.stem: path for path in sorted(folder.glob(f"*{RULE_FILE_SUFFIX}"))}
 
 
 @cache
-def _read_library(path: Path) -> PatternLibrary:
+def _read_library(path: Path) -> Library:
     """Return a shipped library, which has no mistakes."""
-    return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8")))
+    return TypeAdapter(Library).validate_python(tomllib.loads(path.read_text("utf-8")))
 
 
 def _is_list_of_strings(value: object) -> TypeGuard[list[str]]:
@@ -264,7 +264,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             continue
         digest.update(hashlib.sha256(content).digest())
         find_line = partial(nearest_line, locate, ("use",))
-        for used in (shipped_pattern_libraries()[library] for library in file.use):
+        for used in (shipped_libraries()[library] for library in file.use):
             digest.update(hashlib.sha256(used.read_bytes()).digest())
             library = _read_library(used)
             bound = [BoundRule(rule, used.stem, find_line, None, library.pattern, True) for rule in library.rule]

@@ -7,7 +7,7 @@ import pytest
 from graphquant.errors import RuleError
 from graphquant.formats.onnx import load
 from graphquant.rules import RuleMatcher, conditions, load_ruleset
-from graphquant.rules.load import shipped_pattern_libraries
+from graphquant.rules.load import shipped_libraries
 from graphquant.rules.matcher import MAX_ANCESTORS
 from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 
@@ -347,7 +347,7 @@ def test_library():
     assert "gelu" in ruleset.rules[0].patterns
 
 
-@pytest.mark.parametrize("library", shipped_pattern_libraries())
+@pytest.mark.parametrize("library", shipped_libraries())
 def test_one_library_alone(tmp_path, library):
     """The rules of a library need no other one: they match against a model with each kind that they name."""
     text = '<ir_version: 8, opset_import: ["": 17]> g (float[4,4] x) => (float[4,4] y) <float[4,4] w = {%s}>'
