@@ -96,13 +96,17 @@ class Candidate:
     size: float = 0.0  # bytes of its weights
 
 
-def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
+def make_candidate_plans(
+    model: Model, plan: Plan, samples: Dataset | None = None, *, small: bool = False
+) -> dict[str, Plan]:
     """Make one plan per candidate, in which every site that supports the candidate uses it.
 
-    Candidates that change no site are omitted. `small` offers weights of 8 and of few bits instead.
+    Candidates that change no site are omitted. `small` offers weights of 8 and of few bits instead. Sizes that the
+    model does not tell are those of the first of the `samples`.
     """
     if any(FAMILIES[site.scheme.family or ""].variant_of for site in plan.sites) and not find_states(model):
-        model = with_assumed_sizes(model)  # the form of a weight depends on the rows of its product
+        # The form of a weight depends on the rows of its product.
+        model = with_assumed_sizes(model, dict if samples is None else samples.first_shapes)
     parameters, needs_range = Parameters(model), set(map(id, sites_needing_data(plan)))
     ranged = [site if id(site) in needs_range else None for site in plan.sites]
     changed = {}
@@ -502,7 +506,7 @@ class GroupTrials:
                 switches = self._switch_groups(self._plan, self._built)
             group_errors |= self._measure_groups(switches)
             self._switches = switches
-            candidate_plans = make_candidate_plans(self._prepared, self._plan)
+            candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
             for name, candidate_plan in candidate_plans.items():
                 is_promising = name not in RANGE_CANDIDATES or missing <= MAX_RANGE_GAIN_DB or not self._is_limited
                 if name != f"{WIDE_ACTIVATION_BITS} bits" and is_promising and self._charge_candidate(switches):

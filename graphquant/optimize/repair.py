@@ -442,7 +442,7 @@ class _Repair:
         replacements: dict[int, Site | None] = {}
         names = dict(recipe.candidates)
         if recipe.candidates:
-            candidate_plans = make_candidate_plans(workspace.state.model, plan)
+            candidate_plans = make_candidate_plans(workspace.state.model, plan, self._request.search_samples)
             replacements |= {index: candidate_plans[name].sites[index] for index, name in recipe.candidates}
         if recipe.float_sites:
             # A site that takes the scale of another cannot remain without it, also where the solver skips it.
@@ -542,7 +542,9 @@ class _Repair:
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         best = self._current
-        for name, candidate_plan in make_candidate_plans(workspace.state.model, plan).items():
+        for name, candidate_plan in make_candidate_plans(
+            workspace.state.model, plan, self._request.search_samples
+        ).items():
             if name in {*HIGH_PRECISION_CANDIDATES, WIDER_WEIGHTS} or not self._is_affordable(plan_work):
                 continue
             changed = [index for index, site in enumerate(plan.sites) if candidate_plan.sites[index] != site]
@@ -559,7 +561,7 @@ class _Repair:
     def _widen_weights(self) -> None:
         """Give the weights of fewer bits with the largest errors 8 bits: the fewest weights that reach the aim."""
         state = self._workspace(self._current).state
-        wide_plan = make_candidate_plans(state.model, state.plan).get(WIDER_WEIGHTS)
+        wide_plan = make_candidate_plans(state.model, state.plan, self._request.search_samples).get(WIDER_WEIGHTS)
         if wide_plan is None:
             return
         groups = sorted(self._find_groups(), key=lambda group: -group.candidates[0].error)

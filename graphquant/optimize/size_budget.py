@@ -59,7 +59,8 @@ class WeightBitsChooser:
             ModelError: A model cannot be run.
         """
         self._plan, self._build = plan, build
-        self._candidate_plans = {RULE_CANDIDATE: plan, **make_candidate_plans(prepared, plan, small=True)}
+        samples = None if search_set is None else search_set.dataset
+        self._candidate_plans = {RULE_CANDIDATE: plan, **make_candidate_plans(prepared, plan, samples, small=True)}
         models = {name: build(candidate_plan) for name, candidate_plan in self._candidate_plans.items()}
         plans = self._candidate_plans
         pairs = {name: insertions_by_site(plans[name], built.insertions) for name, built in models.items()}

@@ -123,7 +123,7 @@ class Plan(HtmlRepresentation):
         steps: Preparation steps, in the order of their application.
         sites: The tensors to quantize.
         skips: Matched uses that stay float, with the reason.
-        unused: Rules that matched nothing.
+        unused: Rules of the named files that matched nothing.
         digest: Hex SHA-256 of the rule files' contents, "" if unknown.
         algorithms: Names of the optimization algorithms to run.
         warnings: Doubts about the plan as a whole.

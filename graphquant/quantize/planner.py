@@ -266,7 +266,9 @@ def make_plan(
         steps=tuple(steps),
         sites=(*sites, *make_clone_sites(model, matcher.parameters, sites)),
         skips=builder.build_skips(),
-        unused=tuple(rule.rule.name for rule in ruleset.rules if id(rule) not in builder.used_rules),
+        unused=tuple(
+            rule.rule.name for rule in ruleset.rules if not rule.inherited and id(rule) not in builder.used_rules
+        ),
         digest=ruleset.digest,
         algorithms=ruleset.algorithms,
         warnings=_find_weight_warnings(model, sites),

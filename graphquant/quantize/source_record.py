@@ -334,7 +334,7 @@ def op_provenance_json(model: Model) -> str:
     by_graph: dict[str, dict[str, list[Any]]] = {}
     for name, graph in model.graphs.items():
         inserted = (op for op in graph.ops() if op.rule and op.kind != "constant")
-        if entries := {op.name: [op.rule, op.anchor, dict(op.notes)] for op in inserted}:
+        if entries := {op.name: [op.rule, op.anchor, *filter(None, [dict(op.notes)])] for op in inserted}:
             by_graph[name] = dict(sorted(entries.items()))
     return json.dumps(dict(sorted(by_graph.items())), separators=(",", ":")) if by_graph else ""
 

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,8 +23,8 @@ from graphquant.rules.rule import (
     NEGATION,
     NO_COSTS,
     BoundRule,
+    Library,
     Pattern,
-    PatternLibrary,
     Rule,
     RuleFile,
     RuleSet,
@@ -63,13 +64,13 @@ BUILTIN_OUTCOMES = ("float", "fused", "same-as-input", "passthrough")
 
 def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake]]:
     """Return the rule file in `data`, None if there are mistakes, and each mistake with its key path."""
-    shipped = shipped_pattern_libraries()
+    shipped = shipped_libraries()
     used = data.get("use")
     used = used if _is_list_of_strings(used) else []
     libraries = [_read_library(shipped[name]) for name in used if name in shipped]
     library_patterns = {key: pattern for library in libraries for key, pattern in library.pattern.items()}
     mistakes: list[Mistake] = [
-        (("use", index), f"there is no pattern library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
+        (("use", index), f"there is no library {format_value(name)}.{_hint(name, shipped, 'Shipped are')}")
         for index, name in enumerate(used)
         if name not in shipped
     ]
@@ -88,16 +89,16 @@ def _hint(word: str, known: Collection[str], sentence: str) -> str:
     return did_you_mean(word[:MAX_VALUE_LENGTH], known) or words_sentence(sentence, known)
 
 
-def shipped_pattern_libraries() -> dict[str, Path]:
-    """Return the shipped pattern libraries by name."""
+def shipped_libraries() -> dict[str, Path]:
+    """Return the shipped libraries by name."""
     folder = _shipped_folder() / "patterns"
     return {path.stem: path for path in sorted(folder.glob(f"*{RULE_FILE_SUFFIX}"))}
 
 
 @cache
-def _read_library(path: Path) -> PatternLibrary:
+def _read_library(path: Path) -> Library:
     """Return a shipped library, which has no mistakes."""
-    return TypeAdapter(PatternLibrary).validate_python(tomllib.loads(path.read_text("utf-8")))
+    return TypeAdapter(Library).validate_python(tomllib.loads(path.read_text("utf-8")))
 
 
 def _is_list_of_strings(value: object) -> TypeGuard[list[str]]:
@@ -246,6 +247,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     prepare: dict[str, bool] = {}
     algorithms: dict[str, bool] = {}
     rules: list[BoundRule] = []
+    library_rules: dict[str, list[BoundRule]] = {}
     descriptions: list[str] = []
     targets: dict[str, None] = {}
     costs = ""
@@ -262,9 +264,11 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             continue
         digest.update(hashlib.sha256(content).digest())
         find_line = partial(nearest_line, locate, ("use",))
-        for used in (shipped_pattern_libraries()[library] for library in file.use):
+        for used in (shipped_libraries()[library] for library in file.use):
             digest.update(hashlib.sha256(used.read_bytes()).digest())
-            rules += [BoundRule(rule, used.stem, find_line, None, file.pattern) for rule in _read_library(used).rule]
+            library = _read_library(used)
+            bound = [BoundRule(rule, used.stem, find_line, None, library.pattern, True) for rule in library.rule]
+            library_rules.setdefault(used.stem, bound)
         for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
             for step in steps:
                 switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
@@ -276,7 +280,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             sources.insert(index + 1, (position, file.extends, shipped_rule_files()[file.extends], schemes))
         for rule_index, rule in enumerate(file.rule):
             find_line = partial(nearest_line, locate, ("rule", rule_index))
-            rules.append(BoundRule(rule, label, find_line, schemes.get(rule.quantize), file.pattern))
+            scheme, inherited = schemes.get(rule.quantize), name != names[position]
+            rules.append(BoundRule(rule, label, find_line, scheme, file.pattern, inherited))
     if failures:
         raise RuleError("\n".join(failures))
     costs = "" if costs == NO_COSTS else costs
@@ -290,7 +295,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         prepare=tuple(name for name, enabled in prepare.items() if enabled),
         algorithms=tuple(name for name, enabled in algorithms.items() if enabled),
         costs=costs,
-        rules=tuple(rules),
+        rules=(*rules, *chain.from_iterable(library_rules.values())),
     )
 
 

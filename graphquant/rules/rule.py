@@ -44,7 +44,7 @@ class Selector:
         name: A glob for the op or tensor name, or a regular expression between slashes `/.../`.
         input: Role of the input that reads the tensor ("input", "weight", "bias"), alternatives separated by `|`.
             Consumers only.
-        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]` or of a pattern library,
+        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]` or of a library,
             alternatives separated by `|`.
         feeds: `NAME.op` or `NAME.*` of a pattern that every consumer of the tensor, or of the op's outputs, belongs to.
             Ops between that move values, or add, subtract, multiply or divide by parameters, do not count.
@@ -223,12 +223,13 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
-class PatternLibrary:
+class Library:
     """Patterns and rules that several rule files share."""
 
     description: str = ""  # the subject of the library in one line
     pattern: dict[str, Pattern] = Field(default_factory=dict)  # patterns by name
-    rule: list[Rule] = Field(default_factory=list)  # rules without schemes, which precede those of the file
+    # Rules without schemes, such as reasons why tensors stay float. They follow those of all files.
+    rule: list[Rule] = Field(default_factory=list)
 
 
 PREPARATION_NAMES = (
@@ -272,7 +273,8 @@ class RuleFile:
         algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
         extends: Name of a shipped rule file whose rules follow those of this file. Schemes of this file replace those
             of the same name there.
-        use: Names of shipped pattern libraries ("transformers", "detection") whose patterns the rules may name.
+        use: Names of shipped libraries ("transformers", "weights") whose patterns the rules may name, and whose rules
+            follow those of all files.
         costs: Table of kernel costs by which ops stay float where int8 does not pay: "onnxruntime" for the shipped one,
             or a TOML file, relative to the rule file. With "none" the rules alone decide, also those of later files and
             of `extends`; without this key, these may name a table.
@@ -317,6 +319,7 @@ class BoundRule(NamedTuple):
     find_line: Callable[[], int]
     scheme: Scheme | None
     patterns: dict[str, Pattern]
+    inherited: bool = False  # True for a rule of a shipped file or library that a file names in `extends` or `use`
 
     @property
     def line(self) -> int:

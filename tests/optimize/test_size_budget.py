@@ -129,6 +129,24 @@ def test_blocks_of_four_and_eight_bits(tmp_path: Path) -> None:
         assert sorted(site.scheme.type.bits for site in result.plan.sites) == [4, 8]
 
 
+@pytest.mark.parametrize(("length", "form"), [(1, "packed"), (64, "folded")])
+def test_form_of_four_bits_for_the_samples(tmp_path: Path, length: int, form: str) -> None:
+    """Packed 4-bit products are quick with one row, which the samples tell, and slow with many."""
+    rng = np.random.default_rng(0)
+    message = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[n,t,512] x) => (float[n,t,512] y)'
+        " { a = MatMul(x, w1) b = Relu(a) y = MatMul(b, w2) }"
+    )
+    for name in ("w1", "w2"):
+        value = rng.standard_normal((512, 2048) if name == "w1" else (2048, 512)).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(message, tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.standard_normal((16, length, 512)).astype(np.float32))
+    data = str(tmp_path / "data.npz")
+    plan = gq.insert(tmp_path / "m.onnx", rules="weight_only_int8", size_budget="15%", data=data).plan
+    assert [(site.scheme.type.bits, site.scheme.args.form) for site in plan.sites] == [(4, form), (4, form)]
+
+
 @pytest.mark.slow
 def test_a_weight_of_which_nothing_is_known(
     samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]

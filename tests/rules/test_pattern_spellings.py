@@ -7,6 +7,7 @@ import pytest
 from graphquant.errors import RuleError
 from graphquant.formats.onnx import load
 from graphquant.rules import RuleMatcher, conditions, load_ruleset
+from graphquant.rules.load import shipped_libraries
 from graphquant.rules.matcher import MAX_ANCESTORS
 from graphquant.rules.pattern_syntax import parse_pattern, pattern_definitions
 
@@ -346,10 +347,30 @@ def test_library():
     assert "gelu" in ruleset.rules[0].patterns
 
 
+@pytest.mark.parametrize("library", shipped_libraries())
+def test_one_library_alone(tmp_path, library):
+    """The rules of a library need no other one: they match against a model with each kind that they name."""
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[4,4] x) => (float[4,4] y) <float[4,4] w = {%s}>'
+    message = onnx.parser.parse_model(text % ",".join("1" * 16) + "{ a = MatMul(x, w) b = MatMul(a, x) y = Log(b) }")
+    onnx.save(message, tmp_path / "model.onnx")
+    rule = '[[rule]]\nname = "r"\nproducer = { kind = "conv" }\nquantize = "float"\n'
+    ruleset = load_ruleset([f'use = ["{library}"]\n{rule}'])
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), ruleset).matches()
+    assert {match.rule.file for match in matches} <= {library}
+    for bound in ruleset.rules[1:]:
+        for selector in (bound.rule.producer, bound.rule.consumer):
+            references = filter(None, [selector.pattern, selector.feeds])
+            assert {name.split(".")[0] for text in references for name in text.split("|")} <= bound.patterns.keys()
+
+
 def test_rules_of_a_library():
-    """The rules of a library precede those of the file, at the line of `use`, also if two have the same name."""
+    """The rules of a library follow those of all files, once, at the line of `use`, also if two have the same name."""
     rule = '[[rule]]\nname = "einsum"\nconsumer = { kind = "conv" }\nquantize = "float"\n'
-    ruleset = load_ruleset([f'description = "d"\nuse = ["signals", "weights"]\n{rule}'])
-    rules = [(bound.file, bound.rule.name, bound.line) for bound in ruleset.rules]
-    assert rules[-2:] == [("weights", "einsum", 2), ("rules[0]", "einsum", 3)]
-    assert {file for file, _, line in rules if line == 2} == {"weights"}
+    ruleset = load_ruleset([f'description = "d"\nuse = ["weights"]\n{rule}', "weight_only"])
+    rules = [(bound.file, bound.rule.name, bound.line, bound.inherited) for bound in ruleset.rules]
+    assert rules[0] == ("rules[0]", "einsum", 3, False)
+    library = [rule for rule in rules if rule[0] == "weights"]
+    assert rules[-len(library) :] == library
+    assert {(line, inherited) for _, _, line, inherited in library} == {(2, True)}
+    names = [name for _, name, _, _ in library]
+    assert len(names) == len({*names}) > 1

@@ -245,6 +245,10 @@ class Dataset:
         """Yield the feeds from sample `start` up to `stop`: one dictionary of input names and arrays for each."""
         return self.open_feeds(min(start, self.count), min(stop, self.count))
 
+    def first_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the arrays of the first sample by input; none without samples."""
+        return {name: array.shape for name, array in next(self.feeds_between(0, 1), {}).items()}
+
     def __iter__(self) -> Iterator[Feed]:
         return self.feeds_between(0, self.count)
 

@@ -437,22 +437,26 @@ def _standard_op(op: Op, op_type: str, attrs: Mapping[str, Any] = NO_ATTRS, info
 
 def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[str]:
     """Replace a fused product by Gemm, or by MatMul and Add; return the names of its ops and of its weight."""
-    op, graph = lift.op, lift.graph
+    op, graph, notes = lift.op, lift.graph, lift.op.notes
+    _, *old_summand = op.anchor.split("\n")
+    if old_summand:  # earlier versions wrote its name and slot after the name of the tensor
+        notes = {**notes, SUMMAND_KEYS[old_summand[-1] == "1"]: old_summand[0]}
     bias = [slot for slot in lift.slots[bias_slot : bias_slot + 1] if slot is not None]
     names, is_transposed = [dequantized.op], lift.suffix == TRANSPOSED_SUFFIX
     if lift.suffix == TABLE_SUFFIX:
-        name = op.notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
+        name = notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
         is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
         dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
         names.append(dequantized.op)
     inputs = [lift.slots[0], dequantized]
     product = replace(_standard_op(op, "MatMul"), channel_axis=1)
-    if is_transposed or op.notes.get(OP_KEY, "").startswith("Gemm"):
+    is_old_gemm = op.rule and bias and bias_slot == BIAS_SLOT and notes.keys().isdisjoint(SUMMAND_KEYS)
+    if is_transposed or is_old_gemm or notes.get(OP_KEY, "").startswith("Gemm"):
         gemm = _standard_op(op, "Gemm", {"transB": 1} if is_transposed else {})
         product, inputs = replace(gemm, channel_axis=int(not is_transposed)), [*inputs, *bias]
     elif bias:
-        slot = int(SUMMAND_KEYS[1] in op.notes)
-        name, output = op.notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
+        slot = int(SUMMAND_KEYS[1] in notes)
+        name, output = notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
         fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
         summand = new_op(graph, name, output.dtype, output.shape, **fields)
         source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)

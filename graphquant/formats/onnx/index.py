@@ -130,8 +130,9 @@ def read_rule_notes(message: Any) -> dict[str, dict[str, dict[str, str]]]:
         graphs = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
         return {
             graph: {
-                op: {RULE_KEY: str(rule), ANCHOR_KEY: str(anchor), **{key: str(notes[key]) for key in notes}}
-                for op, (rule, anchor, notes) in ops.items()
+                op: {RULE_KEY: str(rule), ANCHOR_KEY: str(anchor)}
+                | {key: str(text) for notes in entries for key, text in notes.items()}
+                for op, (rule, anchor, *entries) in ops.items()  # earlier versions wrote no entries
             }
             for graph, ops in graphs.items()
         }
@@ -329,7 +330,7 @@ class GraphIndexer:
         if callee is not None:
             calls = (Call(node.op_type, callee, 0), *calls)
         notes = {entry.key: entry.value for entry in node.metadata_props if entry.key.startswith(METADATA_PREFIX)}
-        notes = self._rule_notes.get(scope.graph.name, {}).get(name) or notes
+        notes = dict(self._rule_notes.get(scope.graph.name, {}).get(name, notes))
         scope.positions[name] = len(scope.nodes)
         scope.nodes.append(name)
         scope.add(

@@ -1,6 +1,7 @@
 """Packed and folded weights compute what their pairs compute, and are read back as these pairs."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -561,6 +562,44 @@ def test_replaced_ops_keep_names_and_notes(tmp_path: Path, form: str, ir_version
         for model in (message, stripped)
     )
     assert result == source
+
+
+@pytest.mark.parametrize("ir_version", [8, 10])
+@pytest.mark.parametrize(
+    "op", ["m = MatMul(x, w) y = Add(m, b)", "m = MatMul(x, w) y = Add(b, m)", "y = Gemm(x, w, b)"]
+)
+def test_strip_of_results_of_earlier_versions(tmp_path: Path, ir_version: int, op: str) -> None:
+    """These had only a rule and an anchor for each op; that of a product also names it and its slot in the sum."""
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in (("w", (64, 96)), ("b", 96))}
+    source = parse(op, "float[n, 64] x", "float[n, 96] y", weights)
+    source.ir_version = ir_version
+    for node in source.graph.node:
+        node.name = node.output[0]
+    onnx.save(source, tmp_path / "float.onnx")
+    rules = write_rules(tmp_path / "r.toml", "uint4", 'form = "packed"')
+    path = gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "fused.onnx")
+    message = onnx.load(path)
+
+    def old_entries(rule: str, anchor: str, notes: dict[str, str] | None = None) -> list[str]:
+        summand = next(((notes[key], key[-1]) for key in notes or {} if "summand" in key), ())
+        return [rule, "\n".join([anchor, *summand])]
+
+    for entry in message.metadata_props:
+        if entry.key == "graphquant.ops":
+            ops = json.loads(entry.value)[""]
+            entry.value = json.dumps({"": {name: old_entries(*entries) for name, entries in ops.items()}})
+    for node in message.graph.node:
+        notes = {entry.key.removeprefix("graphquant."): entry.value for entry in node.metadata_props}
+        del node.metadata_props[:]
+        if notes:
+            for key, text in zip(("rule", "anchor"), old_entries(notes["rule"], notes["anchor"], notes), strict=True):
+                node.metadata_props.add(key=f"graphquant.{key}", value=text)
+    onnx.save(message, path)
+    stripped = onnx_format.emit(gq.strip(path).model)
+    assert [(n.name, n.op_type, n.input[:], n.output[:]) for n in stripped.graph.node if n.op_type != "Constant"] == [
+        (n.name, n.op_type, n.input[:], n.output[:]) for n in source.graph.node
+    ]
 
 
 def test_weight_of_two_sums(tmp_path: Path) -> None:

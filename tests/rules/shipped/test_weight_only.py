@@ -284,6 +284,54 @@ def test_spectra_stay_float(tmp_path: Path, rules: str, min_sqnr: float) -> None
     assert sqnr > min_sqnr
 
 
+PRODUCTS = """<ir_version: 8, opset_import: ["": 17]> g (float[8,16] x) => (float[8,8] y) {
+  a = MatMul(x, v) k = Relu(a) t = Transpose(k) e = Einsum <equation = "ij,jk->ik"> (k, w) y = MatMul(e, t)
+}"""
+
+OWN_RULES = """use = ["weights"]
+[scheme.own]
+dtype = "int8"
+[[rule]]
+name = "own-einsum"
+producer = { kind = "parameter" }
+consumer = { kind = "einsum" }
+quantize = "own"
+[[rule]]
+name = "own-product"
+producer = { kind = "computed" }
+consumer = { kind = "matmul", input = "weight|input" }
+quantize = "own"
+[[rule]]
+name = "own-lstm"
+consumer = { kind = "lstm" }
+quantize = "own"
+"""
+
+
+@pytest.mark.parametrize(
+    ("rules", "quantizes_weight"),
+    [([], False), (["weight_only"], True), (["", "weight_only"], True), (["weight_only_int8", "", "dynamic"], True)],
+)
+def test_reasons_of_a_library_come_last(tmp_path: Path, rules: list[str], *, quantizes_weight: bool) -> None:
+    """A rule of any file decides before the reasons of a library, which `unused` does not list as rules of the file."""
+    message, rng = onnx.parser.parse_model(PRODUCTS), np.random.default_rng(0)
+    for name, shape in (("v", (16, 32)), ("w", (32, 32))):
+        value = rng.standard_normal(shape).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(message, tmp_path / "model.onnx")
+    (tmp_path / "own.toml").write_text(OWN_RULES)
+    (tmp_path / "extends.toml").write_text(f'extends = "weight_only"\n{OWN_RULES}')
+    for own in ("own.toml", "extends.toml"):
+        files = [rule or str(tmp_path / own) for rule in (rules if "" in rules else [*rules, ""])]
+        plan = gq.plan(tmp_path / "model.onnx", rules=files)
+        claimed = {str(site.tensor): site.rule for site in plan.sites}
+        assert [claimed[name] for name in ("w:0", "e:0", "t:0")] == ["own-einsum", "own-product", "own-product"]
+        assert ("v:0" in claimed) == (quantizes_weight or own == "extends.toml")
+        assert {skip.rule for skip in plan.skips if str(skip.tensor) == "k:0"} == {"einsum"}
+        if not rules:
+            assert plan.unused == ("own-lstm",)
+
+
 def sqnr_of(path: Path, quantized: Path, feeds: dict[str, np.ndarray]) -> tuple[float, Counter[str]]:
     """Return the SQNR in dB of the first output, and how many ops of each type onnxruntime runs."""
     want, _ = run_and_count_ops(path, feeds)
