@@ -60,10 +60,10 @@ def join_activations(model: Model) -> Iterator[Step]:
     parameters = Parameters(model)
     for name in model.reachable_graphs() if model.traits.named_values else ():
         graph = model.graphs[name]
-        if graph.is_function:  # which imports opsets of its own
+        ends = [op for op in graph.ops() if op.kind in END_KINDS and op.outputs[0].dtype == "float32"]
+        if graph.is_function or not ends:  # a function imports opsets of its own
             continue
         order = {op: position for position, op in enumerate(graph.topological_order())}
-        ends = [op for op in graph.ops() if op.kind in END_KINDS and op.outputs[0].dtype == "float32"]
         for op in sorted((op for op in ends if op.name in order), key=lambda op: order[op.name]):
             for tensor, parts in _regions(graph, op, order, parameters):
                 values = _evaluate(model, parameters, graph, tensor, sorted(parts, key=order.__getitem__))
