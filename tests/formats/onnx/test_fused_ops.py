@@ -530,7 +530,7 @@ def test_strip_of_products_with_equal_names(tmp_path: Path) -> None:
         assert [(node.op_type, node.name) for node in nodes] == [("MatMul", "product"), ("Add", "y")]
 
 
-@pytest.mark.parametrize("form", ["packed", "dynamic"])
+@pytest.mark.parametrize("form", [pytest.param("packed", marks=needs_byte_tables), "dynamic"])
 @pytest.mark.parametrize("ir_version", [8, 10])
 def test_replaced_ops_keep_names_and_notes(tmp_path: Path, form: str, ir_version: int) -> None:
     """A fused op has the doc string and metadata of its result, and `strip` gives all ops back."""
