@@ -253,8 +253,14 @@ def _op_coverage(graph: Graph, op: Op) -> OpCoverage:
             reason = (
                 f"it has no weight; its factors are computed in each run: {', '.join(str(each[1]) for each in floats)}"
             )
-    fields: dict[str, Any] = {"quantized": not reason, "reason": reason, "partly_quantized": partly and bool(reason)}
-    return OpCoverage(graph=graph.name, op=op.name, kind=op.kind, **fields)
+    return OpCoverage(
+        graph=graph.name,
+        op=op.name,
+        kind=op.kind,
+        quantized=not reason,
+        reason=reason,
+        partly_quantized=partly and bool(reason),
+    )
 
 
 def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:

@@ -15,7 +15,7 @@ import numpy as np
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize.preparation_undo import RecordedEdits, Step, remove_unread_ops
-from graphquant.quantize.saturation import EVALUATED_KINDS, evaluate_op, gelu, gelu_by_tanh
+from graphquant.quantize.saturation import EVALUATED_KINDS, evaluate_op, gelu, gelu_by_tanh, hard_swish, silu
 from graphquant.quantize.source_record import node_notes
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class Activation(NamedTuple):
 
 
 ACTIVATIONS: Final = (
-    Activation("silu", "QuickGelu", MICROSOFT_DOMAIN, lambda x, alpha: x / (1 + np.exp(-alpha * x))),
+    Activation("silu", "QuickGelu", MICROSOFT_DOMAIN, silu),
     Activation("gelu", "Gelu", MICROSOFT_DOMAIN, lambda x, _: gelu(x)),
     # The kind FastGelu has in a model that is read: only ONNX Runtime has it, and no rule for others must name it.
     Activation("other", "FastGelu", MICROSOFT_DOMAIN, lambda x, _: gelu_by_tanh(x)),
-    Activation("hard_swish", "HardSwish", "", lambda x, _: x * np.clip(x / 6 + 0.5, 0, 1), 14),
+    Activation("hard_swish", "HardSwish", "", lambda x, _: hard_swish(x), 14),
 )
 
 

@@ -35,6 +35,16 @@ def gelu(x: Array) -> Array:
     return np.asarray(x * (1 + erf(x / math.sqrt(2))) / 2)
 
 
+def silu(x: Array, steepness: float) -> Array:
+    """Return x * sigmoid(steepness * x) of each value."""
+    return np.asarray(x / (1 + np.exp(-steepness * x)))
+
+
+def hard_swish(x: Array) -> Array:
+    """Return x * min(max(x + 3, 0), 6) / 6 of each value."""
+    return np.asarray(x * np.clip(x / 6 + 0.5, 0, 1))
+
+
 def gelu_by_tanh(x: Array) -> Array:
     """Return the approximation of `gelu` by a tanh."""
     return np.asarray(x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2)
@@ -43,7 +53,7 @@ def gelu_by_tanh(x: Array) -> Array:
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "tanh": np.tanh,
-    "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "hard_swish": hard_swish,
     "erf": erf,
     "softplus": lambda x: np.logaddexp(x, 0),
     "exp": np.exp,
@@ -70,8 +80,7 @@ def _hard_sigmoid(op: Op, x: Array) -> Array:
 
 
 def _silu(op: Op, x: Array) -> Array:
-    steepness = op.numeric_attr("alpha", QUICK_GELU_STEEPNESS if op.type == "QuickGelu" else 1.0)
-    return np.asarray(x / (1 + np.exp(-steepness * x)))
+    return silu(x, op.numeric_attr("alpha", QUICK_GELU_STEEPNESS if op.type == "QuickGelu" else 1.0))
 
 
 def _gelu(op: Op, x: Array) -> Array:

@@ -457,19 +457,25 @@ def test_a_budget_counts_work_before_it_starts() -> None:
         budget.charge(0.001)
 
 
-@pytest.mark.parametrize(("search_time", "samples"), [("1.6x", 8), ("100x", 16)])
-def test_little_work_measures_fewer_samples(
-    outlier_net: Path, monkeypatch: pytest.MonkeyPatch, search_time: str, samples: int
-) -> None:
-    """If the limit is close, plans are measured on half of the samples, so that more plans are measured."""
-    meters: list[repair.OutputMeter] = []
+@pytest.fixture
+def meters(monkeypatch: pytest.MonkeyPatch) -> list[repair.OutputMeter]:
+    """Return a list to which each new meter is added."""
+    created: list[repair.OutputMeter] = []
     create = repair.OutputMeter.__init__
 
     def spy(meter: repair.OutputMeter, *arguments: Any) -> None:
         create(meter, *arguments)
-        meters.append(meter)
+        created.append(meter)
 
     monkeypatch.setattr(repair.OutputMeter, "__init__", spy)
+    return created
+
+
+@pytest.mark.parametrize(("search_time", "samples"), [("1.6x", 8), ("100x", 16)])
+def test_little_work_measures_fewer_samples(
+    outlier_net: Path, meters: list[repair.OutputMeter], search_time: str, samples: int
+) -> None:
+    """If the limit is close, plans are measured on half of the samples, so that more plans are measured."""
     insert_net(outlier_net, search_time=search_time)
     assert len(meters[0].feeds) == samples  # the later meters are those of the hold-out
 
@@ -494,17 +500,9 @@ def test_new_errors_on_the_holdout_are_measured_there(gap: float, is_measured: b
 
 
 def test_a_repair_judges_plans_on_the_samples_of_the_validation(
-    outlier_net: Path, monkeypatch: pytest.MonkeyPatch
+    outlier_net: Path, meters: list[repair.OutputMeter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without bounds, both measure the first samples of the hold-out."""
-    meters: list[repair.OutputMeter] = []
-    create = repair.OutputMeter.__init__
-
-    def spy(meter: repair.OutputMeter, *arguments: Any) -> None:
-        create(meter, *arguments)
-        meters.append(meter)
-
-    monkeypatch.setattr(repair.OutputMeter, "__init__", spy)
     monkeypatch.setattr(plan_search, "MAX_UNBOUNDED_SAMPLES", 3)
     monkeypatch.setattr("graphquant.analysis.validation.MAX_UNBOUNDED_SAMPLES", 3)
     result = insert_net(outlier_net)

@@ -594,8 +594,11 @@ class _ModelResponse:
         first, *others = self._outputs
         outputs = [key for key in first if all(first[key].shape == result[key].shape for result in others)]
         outputs = [key for key in outputs if first[key].size > 1 and len(classes(self._outputs, key)) > 1]
-        run, feeds = self._runner.run, self._feeds if outputs else ()  # no run is needed without outputs
-        divided = [run({**feed, name: (feed[name] / MAX_PIXEL).astype(feed[name].dtype)}) for feed in feeds]
+        if not outputs:
+            return False
+        divided = [
+            self._runner.run({**feed, name: (feed[name] / MAX_PIXEL).astype(feed[name].dtype)}) for feed in self._feeds
+        ]
         return any(len(classes(divided, key)) == 1 for key in outputs)
 
     def findings(self) -> dict[str, str]:
