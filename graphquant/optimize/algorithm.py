@@ -205,6 +205,9 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
     return _MeasuredEdits(errors, runner, edits, rewritten)
 
 
+MIN_COMPARABLE_SAMPLES = 2  # the least with a standard error
+
+
 def _squared_error(expected: Array, actual: Array | None) -> float:
     """Squared error of an output; infinite if it is missing or has another shape."""
     if actual is None or actual.shape != expected.shape:
@@ -216,8 +219,20 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     """Return the reason to reject an algorithm, or "".
 
     `before` and `after` are the squared error of each output relative to its power, float64 (samples, outputs). The
-    mean error reduction of some output must exceed 0 by `min_standard_errors`.
+    mean error reduction of some output must exceed 0 by `min_standard_errors`. Samples do not count if the model before
+    gives one of their outputs another shape, as a decoder does that chooses another token.
     """
+    comparable = np.isfinite(before).all(axis=1)
+    if not np.isfinite(after[comparable]).all():
+        return "an output gets another shape"
+    before, after = before[comparable], after[comparable]
+    if len(before) < MIN_COMPARABLE_SAMPLES:
+        return f"only {len(before)} samples have outputs of the same shape as in float"
+    return _gain_rejection(before, after, min_standard_errors)
+
+
+def _gain_rejection(before: Array, after: Array, min_standard_errors: float) -> str:
+    """Return the reason to reject an algorithm by what its outputs gain and lose, or ""."""
     gains = np.sqrt(before) - np.sqrt(after)
     standard_error = gains.std(0, ddof=1) / np.sqrt(len(gains))
     mean_gain = gains.mean(0)

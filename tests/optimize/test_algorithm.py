@@ -203,6 +203,17 @@ def test_exact_outputs():
     assert "grows" in rejection_reason(both, np.concatenate([tile(3.0, 8), np.full((8, 1), 1e-6)], axis=1))
 
 
+def test_outputs_of_another_shape():
+    """Samples whose outputs have another shape before do not count; an algorithm must not cause another shape."""
+    before, after = np.ones((16, 1)), np.full((16, 1), 0.25)
+    before[3], after[5] = np.inf, np.inf
+    assert rejection_reason(before, after) == "an output gets another shape"
+    after[5], after[3] = 0.25, np.inf
+    assert rejection_reason(before, after) == ""
+    before[1:] = np.inf
+    assert rejection_reason(before, after).startswith("only 1 samples")
+
+
 def expected_decision(before, after, least):
     """Return the decision by the four conditions: the text in the reason, or "" to keep the algorithm."""
     count = len(before)

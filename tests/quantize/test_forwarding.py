@@ -181,6 +181,21 @@ def test_loops_read_weights_from_outside(tmp_path, returned, more, count):
         np.testing.assert_allclose(first, second, rtol=1e-6)  # a product with a constant sums in another order
 
 
+def test_arguments_of_a_body_do_not_hide_weights(tmp_path):
+    """A weight gets another name if the argument that it replaces has its name."""
+    weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    text = LOOP.format(returned="w", more="").replace("4] v", "4] w").replace("(h, v)", "(h, w)").replace("(v)", "(w)")
+    model = load_onnx(tmp_path, f"g {text}", {"w": weight})
+    message = onnx_format.emit(prepare(model, DROP_STEPS)[0])
+    assert "w/outer" in {tensor.name for tensor in message.graph.initializer}
+    feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
+    for first, second in zip(run_onnx(message, feeds, check=True), run_onnx(model.source.message, feeds), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-6)
+    feeds["x"] = np.random.default_rng(1).normal(size=(8, 1, 4)).astype(np.float32)
+    result = gq.insert(model, data=feeds, float_weights=True, min_sqnr="none")
+    assert gq.strip(result.save(tmp_path / "quantized.onnx")).exact
+
+
 def test_loops_without_a_body_stay(tmp_path):
     """A Loop whose body is missing is left to the runtime, which says what is wrong."""
     text = "g (float[1, 4] x, int64 n, bool t) => (float[1, 4] y) { y = Loop (n, t, x) }"

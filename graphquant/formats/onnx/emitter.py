@@ -5,7 +5,7 @@ Graph outputs keep their names, so other values are renamed if an output reads a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -109,7 +109,11 @@ class _MessageEmitter:
         graphs = self._model.graphs
         for name, graph in graphs.items():
             self._output_renames[name] = plan_output_names(self._model, graph, self._source.graphs[name])
-            self._renamed_tensors.update(self._output_renames[name].renamed_tensors)
+        for tensor in hidden_tensors(self._model):
+            renames, value = self._output_renames[tensor.graph], self._model.output(tensor).name
+            renames.renamed_tensors.setdefault(tensor, renames.free_name(graphs[tensor.graph], f"{value}/outer"))
+        for renames in self._output_renames.values():
+            self._renamed_tensors.update(renames.renamed_tensors)
         uses = [use for graph in graphs.values() for use in graph.rerouted_uses]
         for tensor in self._renamed_tensors:
             uses += graphs[tensor.graph].consumers(tensor)
@@ -417,6 +421,23 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
         if previous not in renames.renamed_tensors and _loaded_op(graph, previous.op) is not None:
             renames.renamed_tensors[previous] = free_name(f"{value}/float")  # Case 4.
     return renames
+
+
+def hidden_tensors(model: Model) -> Iterator[TensorRef]:
+    """Yield the tensors of outer graphs that a body reads although an argument of the body has the same name.
+
+    Exporters repeat names in bodies, which is harmless until an edit lets the body read the outer tensor.
+    """
+    for graph in model.graphs.values():
+        if graph.parent is None:
+            continue
+        for tensor in (tensor for op in graph.ops() for tensor in graph.slots(op.name)):
+            inner = graph
+            while tensor is not None and inner.name != tensor.graph and inner.parent is not None:
+                if model.output(tensor).name in inner.inputs:
+                    yield tensor
+                    break
+                inner = model.graphs[inner.parent[0]]
 
 
 def _is_changed_output(graph: Graph, source: OnnxGraphSource, name: str, tensor: TensorRef | None) -> bool:
