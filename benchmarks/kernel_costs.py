@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 SESSIONS, BLOCK_SECONDS, BLOCKS = 4, 0.006, 8
 TESTED = 5  # of each family, every fifth net tests the fit
 WIDTHS = (6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256)  # blocks of channels are full or in part
+MAX_MAP_VALUES = 500_000  # of one feature map
 USUAL_COSTS = {"ops": (1000.0, 0.3), "values": (0.2, 0.03)}
 """Usual nanoseconds of an op without any work and of a value, and how much each counts beside a measured net."""
 
@@ -63,9 +64,15 @@ RUN = ("run", "ops")
 """Work of each run as a whole."""
 
 
+def limit_width(width: int, size: int) -> int:
+    """Return a number of channels with which a map of `size` rows and columns is not too large to measure."""
+    return min(width, MAX_MAP_VALUES // size**2 // 8 * 8)
+
+
 def conv_chain(net: Net, rng: Generator, kernel: int) -> str:
     """Convolutions over a feature map, each with a Relu."""
-    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 7, 14, 28, 56]))
+    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 7, 14, 28, 56, 112]))
+    width = limit_width(width, size)
     x, previous = "x", width
     net.shape = [1, width, size, size]
     for _ in range(int(rng.integers(2, 5))):
@@ -99,11 +106,23 @@ def inverted_residuals(net: Net, rng: Generator) -> str:
 
 def depthwise_separable(net: Net, rng: Generator) -> str:
     """Depthwise and 1x1 convolutions in turn."""
-    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 10, 20, 40]))
+    width, size = int(rng.choice(WIDTHS)), int(rng.choice([3, 5, 10, 20, 40, 80, 128]))
+    width = limit_width(width, size)
     net.shape, x = [1, width, size, size], "x"
     for _ in range(3):
         x = net.op("Relu", net.conv(x, (width, width, 3), group=width, stride=int(rng.choice([1, 1, 2]))))
         x = net.op("Relu", net.conv(x, (width, width, 1)))
+    return x
+
+
+def residual_blocks(net: Net, rng: Generator) -> str:
+    """Depthwise and 1x1 convolutions with skip connections, and an activation after the sum."""
+    width, size = int(rng.choice(WIDTHS)), int(rng.choice([4, 8, 16, 32, 64, 128]))
+    width, kernel = limit_width(width, size), int(rng.choice([3, 3, 5]))
+    net.shape, x = [1, width, size, size], "x"
+    for _ in range(3):
+        y = net.conv(x, (width, width, kernel), group=width)
+        x = net.op("Relu", net.op("Add", x, net.conv(y, (width, width, 1))))
     return x
 
 
@@ -349,8 +368,8 @@ def upsampling(net: Net, rng: Generator) -> str:
 
 
 FAMILIES: tuple[Callable[[Net, Generator], str], ...] = (
-    *(dense_convs, pointwise_convs, inverted_residuals, depthwise_separable, image_stem, grouped_convs, line_convs),
-    *(volume_convs, float_ops),
+    *(dense_convs, pointwise_convs, inverted_residuals, depthwise_separable, residual_blocks, image_stem),
+    *(grouped_convs, line_convs, volume_convs, float_ops),
     *(
         layers,
         layers,
@@ -408,7 +427,8 @@ def measure_net(
     message: onnx.ModelProto, data: dict[str, np.ndarray], folder: Path, rng: Generator, threads: int
 ) -> Iterator[tuple[dict[tuple[str, str], float], float]]:
     """Yield work and time of a net in float, on integers, and on integers in part."""
-    model_path, data_path, quantized_path = folder / "net.onnx", folder / "data.npz", folder / "quantized.onnx"
+    model_path, data_path = folder / "net.onnx", folder / "data.npz"
+    prepared_path, quantized_path = folder / "prepared.onnx", folder / "quantized.onnx"
     model_path.write_bytes(message.SerializeToString())
     np.savez(data_path, **data)
     feed = {name: array[0] for name, array in data.items()}
@@ -418,7 +438,8 @@ def measure_net(
     placement = Placement(prepared, plan)
     decidable = placement.decidable
     parts = [decidable, *([i for i in decidable if rng.random() < share] for share in (0.5, 0.75))]
-    yield {**total_work(placement, ()), RUN: 1.0}, measure_nanoseconds(message.SerializeToString(), feed, threads)
+    prepared.save(prepared_path, force=True)
+    yield {**total_work(placement, ()), RUN: 1.0}, measure_nanoseconds(prepared_path.read_bytes(), feed, threads)
     for number, groups in enumerate(parts):
         if not groups or (number and groups in parts[:number]):
             continue
@@ -460,10 +481,10 @@ def needed_conversions(placement: Placement, tensor: Activation, int8_groups: se
     """Return the kernels of the conversions that a tensor needs."""
     groups = placement.groups
     if tensor.producer in int8_groups and groups[tensor.producer].quantized_output:
-        count = sum(reader not in int8_groups for reader in tensor.readers)
-        return [tensor.conversion(DEQUANTIZE)] * count
+        readers = (groups[reader] for reader in tensor.readers if reader not in int8_groups)
+        return [tensor.conversion(DEQUANTIZE, is_blocked=reader.reads_blocks) for reader in readers]
     is_needed = any(reader in int8_groups for reader in tensor.readers)
-    return [tensor.conversion(QUANTIZE)] if is_needed else []
+    return [tensor.conversion(QUANTIZE, is_blocked=groups[tensor.producer].writes_blocks)] if is_needed else []
 
 
 def fit_costs(

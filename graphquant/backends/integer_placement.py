@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
 from graphquant.backends.onnxruntime_costs import (
+    FIRST_CONVOLUTION,
     IMAGE_RANK,
     CostTable,
     KernelWork,
+    Work,
     count_values,
     describe_work,
     find_gate,
 )
 from graphquant.ir import (
     BIAS_ADD_KINDS,
+    CONVOLUTION_KINDS,
     FLOAT_TYPES,
     MATRIX_PRODUCT_KINDS,
     QUANTIZATION_KINDS,
@@ -78,6 +81,8 @@ class FusedOps:
     fixed: bool = False  # True if the plan decides alone: it has no shape, or is not quantized to 8 bits
     has_weight: bool = False
     is_max_pool: bool = False
+    reads_blocks: bool = False  # True if its float kernel reads the blocked layout of convolutions
+    writes_blocks: bool = False  # True if its float kernel writes that layout
     reads: list[int] = field(default_factory=list)  # indices of the tensors that it reads
     writes: list[int] = field(default_factory=list)  # indices of the tensors that it writes
 
@@ -92,9 +97,16 @@ class Activation:
     values: float = 0.0
     is_map: bool = False  # True for feature maps, whose layout differs between float and int8
 
-    def conversion(self, name: str) -> str:
-        """Return the kernel of a conversion."""
-        return f"{name}.map" if self.is_map else name
+    @property
+    def work(self) -> Work:
+        """The work of one conversion."""
+        return {"ops": 1.0, "values": self.values}
+
+    def conversion(self, name: str, *, is_blocked: bool) -> str:
+        """Return the kernel of a conversion, to or from the blocked layout of float convolutions if `is_blocked`."""
+        if not self.is_map:
+            return name
+        return f"{name}.blocked" if is_blocked else f"{name}.map"
 
 
 class Placement:
@@ -183,6 +195,10 @@ class Placement:
         group.has_weight, group.is_max_pool = op.kind in WEIGHTED_KINDS, op.kind == "max_pool"
         last = graph.op(group.members[-1][1])
         group.work = describe_work(graph, last if find_gate(graph, last) else op, self.parameters)
+        group.reads_blocks = op.kind in CONVOLUTION_KINDS and (
+            group.work is None or group.work.kernel != FIRST_CONVOLUTION
+        )
+        group.writes_blocks = op.kind in CONVOLUTION_KINDS
         data_uses = [
             Use(graph_name, name, slot)
             for slot, tensor in enumerate(graph.slots(name))
@@ -264,14 +280,20 @@ class PlacementSearch:
             if table.knows(kernel):
                 worth = int8_worth * self.float_cost[index] if group.has_weight else 0.0
                 self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work) - worth
-        conversion_work = [{"ops": 1.0, "values": tensor.values} for tensor in tensors]
-        self.quantize_cost, self.dequantize_cost = (
+        self.quantize_cost = [
+            table.nanoseconds(
+                tensor.conversion(QUANTIZE, is_blocked=groups[tensor.producer].writes_blocks), tensor.work
+            )
+            for tensor in tensors
+        ]
+        # For a reader with the usual layout, and for one with the blocked layout.
+        self.dequantize_cost = [
             [
-                table.nanoseconds(tensor.conversion(name), work)
-                for tensor, work in zip(tensors, conversion_work, strict=True)
+                table.nanoseconds(tensor.conversion(DEQUANTIZE, is_blocked=is_blocked), tensor.work)
+                for is_blocked in (False, True)
             ]
-            for name in (QUANTIZE, DEQUANTIZE)
-        )
+            for tensor in tensors
+        ]
         # Additional time of a group in float that reads the output of an int8 op, and the other way round.
         self.split_cost, self.planar_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
@@ -335,7 +357,7 @@ class PlacementSearch:
 
     def _dequantize_time(self, position: int, reader: int) -> float:
         """Return the time that an int8 tensor adds to a float reader."""
-        return self.dequantize_cost[position] + self.split_cost[reader]
+        return self.dequantize_cost[position][self.placement.groups[reader].reads_blocks] + self.split_cost[reader]
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""

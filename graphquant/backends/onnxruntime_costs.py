@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -91,6 +91,7 @@ MAX_VALUES = 1 << 62  # number of values beyond which a shape is a mistake
 UNKNOWN_SIZE = 16  # size that is assumed for axes whose size is known only when the model runs
 USUAL_IMAGE_SIZE, USUAL_LENGTH = 224, 64  # sizes of inputs that are assumed without samples, for images and others
 FEW_INPUT_CHANNELS = 4  # up to so many, the first convolution of images has a float kernel of its own
+FIRST_CONVOLUTION: Final = "conv.first"  # kernel of the first convolution of images, which reads the usual layout
 IMAGE_RANK = 4  # rank of feature maps, whose float convolutions run in a blocked layout
 
 
@@ -226,7 +227,7 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
     if groups > 1:
         name = "conv.depthwise" if group_inputs == group_outputs == 1 else "conv.grouped"
     elif group_inputs <= FEW_INPUT_CHANNELS and len(output) == IMAGE_RANK:
-        name = "conv.first"
+        name = FIRST_CONVOLUTION
     is_volume = len(output) > IMAGE_RANK
     name += ".volume" if is_volume else "" if len(output) == IMAGE_RANK else ".line"
     common = {"ops": 1.0, "inputs": float(prod(data)), "outputs": float(prod(output)), "weights": float(prod(weight))}
@@ -234,7 +235,7 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
         return _describe_depthwise(name, common, channels, positions, kernel)
     block = CHANNEL_BLOCK
     # The blocked layout of feature maps pads the input channels, too.
-    pads_inputs = len(output) == IMAGE_RANK and groups == 1 and name != "conv.first"
+    pads_inputs = len(output) == IMAGE_RANK and groups == 1 and name != FIRST_CONVOLUTION
     float_inputs = _rounded_up(group_inputs, block) if pads_inputs else group_inputs
     float_macs = float(positions * groups * _rounded_up(group_outputs, block) * float_inputs * kernel)
     products = _rounded_up(group_inputs * kernel, PRODUCT_GROUP)
@@ -242,7 +243,7 @@ def _describe_conv(op: Op, inputs: list[Sizes | None], output: Sizes, _constant:
     common["columns"] = float(positions * groups * group_inputs * kernel)
     if groups > 1:
         common["groups"] = float(groups)
-    elif group_outputs < block and name != "conv.first":
+    elif group_outputs < block and name != FIRST_CONVOLUTION:
         common["narrow"] = common["outputs"]
     int8_work = {**common, "macs": int8_macs}
     if kernel > 1:  # each row of the kernel is copied in one piece; of a volume, each position

@@ -28,7 +28,7 @@ from graphquant.rules import load_ruleset, shipped_rule_files
 from graphquant.utils.options import InsertOptions, PlanOptions
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CONVERSIONS = ("quantize", "dequantize", "quantize.map", "dequantize.map")
+CONVERSIONS = [f"{name}{layout}" for layout in ("", ".map", ".blocked") for name in ("quantize", "dequantize")]
 
 
 def cost_table(conversion=0.0, **ratios) -> CostTable:
@@ -87,6 +87,19 @@ def test_conversions_count(tmp_path):
     assert PlacementSearch(placement, table).run() == []
     middle = PlacementSearch(placement, cost_table(49.0, conv_dense=1.9, conv_pointwise=0.01)).run()
     assert middle == placement.decidable
+
+
+def test_layouts(tmp_path):
+    """A conversion next to a float convolution counts the values that are reordered for its layout."""
+    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    costs = {"quantize.blocked": {"ops": 3.0}, "dequantize.blocked": {"ops": 5.0}, "dequantize.map": {"ops": 7.0}}
+    placement = Placement(prepared, plan)
+    search = PlacementSearch(placement, CostTable(costs=costs))
+    times = []
+    for groups in ([], placement.decidable[1:2], placement.decidable[2:], placement.decidable):
+        search.set_int8(groups)
+        times.append(search.time)
+    assert times == [0.0, 3.0 + 5.0, 3.0 + 7.0, 7.0]  # the output of the model has the usual layout
 
 
 def test_all_float(tmp_path):
