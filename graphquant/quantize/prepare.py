@@ -322,6 +322,10 @@ PREPARATION_STEPS: dict[str, Preparation] = {
         apply=fold_batchnorm.fold_batchnorm,
         find_candidates=fold_batchnorm.remaining_batchnorms,
     ),
+    split_fused.SPLIT_PRELU_STEP: Preparation(
+        purpose="onnxruntime tests the sign of each value for a PRelu, which takes longer than a product and a maximum",
+        apply=split_fused.split_prelus,
+    ),
     join_activations.JOIN_ACTIVATIONS_STEP: Preparation(
         purpose="behind an op on integers, onnxruntime computes an activation in parts one by one",
         apply=join_activations.join_activations,

@@ -37,6 +37,32 @@ def load_fused(folder, graph, opset=13):
     return gq.load(folder / "fused.onnx")
 
 
+@pytest.mark.parametrize(("slopes", "types"), [((-0.5, 0, 1), "Mul Max"), ((0.2, 1, 7), "Min Relu Mul Add")])
+def test_prelu(tmp_path, slopes, types):
+    """A PRelu becomes a maximum, or a sum if a slope is above 1: with the same values, and it can be undone."""
+    weights = {"w": WEIGHTS["w"][:3], "s": np.array(slopes, np.float32).reshape(3, 1, 1)}
+    text = "g (float[2, 3, 8, 8] x) => (float[2, 3, 6, 6] y) { c = Conv(x, w) p = PRelu(c, s) y = Neg(p) }"
+    model = load_onnx(tmp_path, text, weights)
+    prepared, steps = prepare(model, ("split-prelu",))
+    message = onnx_format.emit(prepared)
+    assert [(step.step, step.target) for step in steps] == [("split-prelu", "p")]
+    assert sorted(node.op_type for node in message.graph.node) == sorted(["Conv", *types.split(), "Neg"])
+    feeds = {"x": np.random.default_rng(0).normal(0, 1, (2, 3, 8, 8)).astype(np.float32)}
+    assert (run_onnx(model.source.message, feeds)[0] == run_onnx(message, feeds, check=True)[0]).all()
+    samples = {"x": np.random.default_rng(1).normal(0, 1, (8, 2, 3, 8, 8)).astype(np.float32)}
+    result = gq.insert(model, data=samples, float_weights=True, min_sqnr="none")
+    assert [step.target for step in result.plan.steps if step.step == "split-prelu"] == ["p"]
+    assert gq.strip(result.save(tmp_path / "quantized.onnx")).exact
+
+
+def test_other_prelus_stay(tmp_path):
+    """A PRelu whose slopes are computed, or whose values are float16, is not split."""
+    outputs = "float[2, 3] y, float16[2, 3] z"
+    text = f"g (float[2, 3] x, float[3] s, float16[2, 3] h) => ({outputs}) {{ y = PRelu(x, s) z = PRelu(h, f) }}"
+    model = load_onnx(tmp_path, text, {"f": np.full(3, 0.5, np.float16)})
+    assert prepare(model, ("split-prelu",))[1] == ()
+
+
 def random_feeds(model):
     """Return a random value for each input."""
     rng = np.random.default_rng(5)
