@@ -382,7 +382,7 @@ def _validation_summary(validation: Validation, comparison: Comparison) -> str:
 
 
 def _output_metrics_text(output: OutputFigures, score_sqnr: float | None) -> str:
-    figures = []
+    figures = ["not compared"] if output.problem else []
     if output.sqnr is not None:
         figures.append({math.inf: "equal", -math.inf: "no SQNR"}.get(output.sqnr, f"{output.sqnr:.1f} dB"))
     if score_sqnr is not None:
