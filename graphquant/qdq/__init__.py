@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, FusedForm, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.onnx_fused import (
+    DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
@@ -16,6 +17,7 @@ from graphquant.qdq.onnx_fused import (
     PackedWeight,
     count_product_weights,
     fused_op_type,
+    is_dynamic_attention,
     is_dynamic_lstm,
     is_dynamic_product,
     is_matrix_transpose,

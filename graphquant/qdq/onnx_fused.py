@@ -6,8 +6,8 @@ pair:
 
 * Packed: one op of com.microsoft, MatMulNBits, GatherBlockQuantized or QMoE, in place of the DequantizeLinear and its
   reader.
-* Dynamic: a DynamicQuantizeMatMul or DynamicQuantizeLSTM of com.microsoft, which also quantizes its other inputs in
-  each run, to uint8 with one range for all their values.
+* Dynamic: a DynamicQuantizeMatMul, DynamicQuantizeLSTM or QAttention of com.microsoft. Its other inputs are quantized
+  in each run, to uint8 with one range for all their values.
 * Folded: Cast, Sub and Mul. onnxruntime computes them when it loads the model, but a DequantizeLinear in each run.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from graphquant.ir import MATRIX_PRODUCT_KINDS
 from graphquant.numerics import IntType, QType
 from graphquant.qdq.family import FusedForm
-from graphquant.qdq.onnx_qdq import OnnxFamily
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OnnxFamily
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,10 @@ FOLDED_FORM: Literal["folded"] = "folded"
 DYNAMIC_FORM: Literal["dynamic"] = "dynamic"
 DYNAMIC_PRODUCT = "DynamicQuantizeMatMul"
 DYNAMIC_LSTM = "DynamicQuantizeLSTM"
+DYNAMIC_ATTENTION = "QAttention"
+DYNAMIC_ATTENTION_ATTRS = frozenset({"num_heads", "unidirectional", "mask_filter_value", "scale"})
+"""Attributes of an Attention of com.microsoft that a QAttention has too."""
+
 BITS_OF_BYTES = 8
 
 LAYER_WEIGHT_SLOTS = {"LSTM": (1, 2), "MoE": (2, 4, 6)}
@@ -138,6 +142,20 @@ def is_dynamic_product(graph: Graph, consumer: Op, slot: int, weight: PackedWeig
     return summed_axis is not None and weight.block is None and weight.axis in {None, 1 - summed_axis}
 
 
+def is_dynamic_attention(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> bool:
+    """Return True if QAttention computes an Attention of com.microsoft with a weight of 8 bits (inputs, outputs)."""
+    slots = graph.slots(consumer.name)
+    return (
+        (consumer.domain, consumer.type, slot) == (MICROSOFT_DOMAIN, "Attention", 1)
+        and weight.bits == BITS_OF_BYTES
+        and weight.block is None
+        and weight.axis in {None, 1}
+        and consumer.attrs.keys() <= DYNAMIC_ATTENTION_ATTRS
+        and any(slots[2:3])  # the bias
+        and not any(slots[5:])  # summands of the scores
+    )
+
+
 def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
     """Return the weight's axis that a MatMul or Gemm sums over; None if no fused op computes such a Gemm."""
     if consumer.type == "MatMul":
@@ -217,6 +235,8 @@ class FusedOnnxFamily(OnnxFamily):
         dynamic_type, dynamic_args = "", replace(args, form=DYNAMIC_FORM, accuracy_level=None)
         if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
             dynamic_type = DYNAMIC_PRODUCT
+        elif is_dynamic_attention(graph, graph.op(use.op), use.slot, weight):
+            dynamic_type = DYNAMIC_ATTENTION
         elif request.symmetric and is_dynamic_lstm(graph.op(use.op), use.slot, weight):  # it has no zero points
             dynamic_type = DYNAMIC_LSTM
         dynamic = [FusedForm(op_type=dynamic_type, bits=weight.bits, args=dynamic_args)]

@@ -22,7 +22,14 @@ from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, Use, fully_known_shape
 from graphquant.numerics import rows_per_slab
-from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
+from graphquant.qdq import (
+    DYNAMIC_ATTENTION,
+    DYNAMIC_FORM,
+    DYNAMIC_LSTM,
+    DYNAMIC_PRODUCT,
+    FOLDED_FORM,
+    LAYER_WEIGHT_SLOTS,
+)
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize import METADATA_PREFIX, node_notes
@@ -52,6 +59,7 @@ DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inpu
 
 DYNAMIC_QUANTIZE, SHARED_DYNAMIC_PRODUCT = "DynamicQuantizeLinear", "MatMulIntegerToFloat"
 SHARED_DYNAMIC_SLOTS = 7  # of the second one: values, weight, their scales, their zero points, and the bias
+QATTENTION_SLOTS = 9  # values, weight, bias, the scales of both, mask, the zero points of both, and past states
 
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
@@ -264,6 +272,12 @@ def _lift_matmul(lift: _Lift) -> list[str]:
 
 def _lift_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
+    dequantized = _dynamic_weight(lift)
+    return [] if dequantized is None else _lift_product(lift, dequantized, DYNAMIC_BIAS_SLOT)
+
+
+def _dynamic_weight(lift: _Lift) -> TensorRef | None:
+    """Add the DequantizeLinear of the weight of an op with the inputs of a DynamicQuantizeMatMul, if it has one."""
     values, source, *others = lift.slots
     is_table = source is not None and source.graph == lift.graph.name and lift.graph.op(source.op).type == "Transpose"
     table = replace(lift, slots=(values, lift.graph.slots(source.op)[0], *others)) if source and is_table else lift
@@ -280,25 +294,47 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
         or (is_table and not lift.suffix)
         or zero_points != (sizes if has_zero_points else None)
     ):
-        return []
+        return None
     attrs = {"axis": int(not (is_table or lift.suffix == TRANSPOSED_SUFFIX))} if sizes else {}
     constants = lift.as_read(weight, scale, zero_point)
     if lift.suffix == TRANSPOSED_SUFFIX and not is_table:
         read = partial(constant_value, weight)
         constants[0] = (weight, weight.outputs[0].dtype or "", shape[::-1], lambda: np.array(read().T, order="C"))
-    return _lift_product(lift, _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM})), DYNAMIC_BIAS_SLOT)
+    return _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM}))
 
 
 def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
     """Replace a MatMulIntegerToFloat of a tensor that a DynamicQuantizeLinear rounds, as one that rounds it itself."""
     slots = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
     values, weight, scale, weight_scale, zero_point, *rest = slots
-    if values is None or values.graph != lift.graph.name or lift.graph.op(values.op).type != DYNAMIC_QUANTIZE:
+    source = _rounded_source(lift.graph, values, scale, zero_point)
+    return [] if source is None else _lift_dynamic_product(replace(lift, slots=(source, weight, weight_scale, *rest)))
+
+
+def _rounded_source(graph: Graph, values: TensorRef | None, *parameters: TensorRef | None) -> TensorRef | None:
+    """Return the tensor that a DynamicQuantizeLinear rounds to `values` with these parameters, None if none does."""
+    if values is None or values.graph != graph.name or graph.op(values.op).type != DYNAMIC_QUANTIZE:
+        return None
+    is_whole = (values, *parameters) == tuple(values._replace(port=port) for port in range(3))
+    return graph.slots(values.op)[0] if is_whole else None
+
+
+def _lift_attention(lift: _Lift) -> list[str]:
+    """Replace a QAttention of a tensor that a DynamicQuantizeLinear rounds by DequantizeLinear and Attention."""
+    slots = [*lift.slots, *[None] * QATTENTION_SLOTS][:QATTENTION_SLOTS]
+    values, weight, bias, scale, weight_scale, mask, zero_point, weight_zero_point, past = slots
+    source = _rounded_source(lift.graph, values, scale, zero_point)
+    dequantized = None
+    if source is not None:
+        dequantized = _dynamic_weight(replace(lift, slots=(source, weight, weight_scale, weight_zero_point)))
+    if dequantized is None:
         return []
-    if (values, scale, zero_point) != tuple(values._replace(port=port) for port in range(3)):
-        return []
-    slots = [lift.graph.slots(values.op)[0], weight, weight_scale, *rest]
-    return _lift_dynamic_product(replace(lift, slots=tuple(slots)))
+    info, inputs = MICROSOFT_DOMAIN_OPS["Attention"], [source, dequantized, bias, mask, past]
+    while inputs[-1] is None:
+        inputs.pop()
+    attention = _standard_op(lift.op, "Attention", lift.op.attrs, info)
+    replace_op(lift.graph, replace(attention, domain=MICROSOFT_DOMAIN), inputs)
+    return [dequantized.op, lift.op.name]
 
 
 def _lift_lstm(lift: _Lift) -> list[str]:
@@ -661,6 +697,7 @@ _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
     (MICROSOFT_DOMAIN, SHARED_DYNAMIC_PRODUCT): _lift_shared_dynamic_product,
     (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
+    (MICROSOFT_DOMAIN, DYNAMIC_ATTENTION): _lift_attention,
     (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     **{("", name): _lift_folded for name in ("Mul", "Reshape", "Slice")},

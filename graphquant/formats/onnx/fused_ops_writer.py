@@ -40,9 +40,20 @@ from graphquant.formats.onnx.fused_ops import (
     replace_op,
 )
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import MATRIX_PRODUCT_KINDS, Model, Op, Output, Parameters, TensorRef, Use, fully_known_shape
+from graphquant.ir import (
+    MATRIX_PRODUCT_KINDS,
+    TABLE_KINDS,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    fully_known_shape,
+)
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import (
+    DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
@@ -51,6 +62,7 @@ from graphquant.qdq import (
     MIN_GATHER_BLOCK_SIZE,
     PackedWeight,
     fused_op_type,
+    is_dynamic_attention,
     is_dynamic_lstm,
     is_dynamic_product,
     is_matrix_transpose,
@@ -335,6 +347,8 @@ class _Weight:
         """
         graph, dequantize, model = self.graph, self.dequantize, self.model
         product = graph.op(use.op)
+        if is_dynamic_attention(graph, product, use.slot, read):
+            self.lower_dynamic_attention(product)
         if not is_dynamic_product(graph, product, use.slot, read):
             return
         constants, source = self.sources, graph.slots(product.name)[0]
@@ -351,6 +365,17 @@ class _Weight:
         result, bias = self.find_bias(product, graph.output(constants[0]).shape[-1:])
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
         self.replace_product(use, result, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
+
+    def lower_dynamic_attention(self, attention: Op) -> None:
+        """Replace an Attention by a QAttention whose input is rounded in each run."""
+        data, scale, *zero_point = self.sources
+        fused = _fused_op(attention, DYNAMIC_ATTENTION, attention.attrs, self.dequantize)
+        source, _, bias, mask, past = [*self.graph.slots(attention.name), None, None][:5]
+        if source is None:
+            raise InternalError(f"{attention.name!r} has no input.")
+        values, step, zero = _add_rounded(self.graph, source, fused)
+        weight_zero = zero_point[0] if zero_point else None
+        replace_op(self.graph, fused, [values, data, bias, step, scale, mask, zero, weight_zero, past])
 
     def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
         """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
@@ -379,7 +404,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
         read = packed._replace(axis=None if packed.axis is None else 1 - packed.axis, shape=(packed.shape or ())[::-1])
         uses += [(use, read) for tensor in turned for use in graph.consumers(tensor) if use.graph == graph.name]
     kinds = {graph.op(use.op).kind for use, _ in uses}
-    is_tied = packed.bits == BITS_PER_BYTE and "gather" in kinds and bool(kinds & MATRIX_PRODUCT_KINDS)
+    is_tied = packed.bits == BITS_PER_BYTE and bool(kinds & TABLE_KINDS) and bool(kinds & MATRIX_PRODUCT_KINDS)
     for use, read in ((use, read) for use, read in uses if use.op in graph):
         consumer = graph.op(use.op)
         if consumer.type in LAYER_WEIGHT_SLOTS:
@@ -388,7 +413,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
                 return
         elif weight.form == DYNAMIC_FORM:
             weight.lower_dynamic_product(use, read, is_tied=is_tied)
-        elif not (is_tied and consumer.kind == "gather"):
+        elif not (is_tied and consumer.kind in TABLE_KINDS):
             weight.pack_reader(use, read)
     for tensor in turned:
         remove_if_unread(weight.model, tensor)
@@ -477,18 +502,21 @@ def _share_rounded_inputs(graph: Graph) -> None:
             readers.setdefault(source, []).append(op.name)
     shared = {source: names for source, names in readers.items() if len(names) >= MIN_SHARED_READERS}
     for source, names in shared.items():
-        first = graph.op(names[0])
-        fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": first.rule}
-        rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
-        parameters = (("scale", "float32"), ("zero_point", "uint8"))
-        outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
-        rounded = replace(rounded, anchor=first.anchor, outputs=(*rounded.outputs, *outputs))
-        graph.add_op(rounded, [source])
-        values, scale, zero_point = (TensorRef(graph.name, rounded.name, port) for port in range(3))
+        values, scale, zero_point = _add_rounded(graph, source, graph.op(names[0]))
         for name in names:
             _, weight, weight_scale, *rest = graph.slots(name)
             inputs = [values, weight, scale, weight_scale, zero_point, *rest]
             replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
+
+
+def _add_rounded(graph: Graph, source: TensorRef, reader: Op) -> list[TensorRef]:
+    """Add the op that rounds a tensor to uint8 for a reader; return its values, scale and zero point."""
+    fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": reader.rule}
+    rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
+    parameters = (("scale", "float32"), ("zero_point", "uint8"))
+    outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
+    graph.add_op(replace(rounded, anchor=reader.anchor, outputs=(*rounded.outputs, *outputs)), [source])
+    return [TensorRef(graph.name, rounded.name, port) for port in range(3)]
 
 
 def _folded_shapes(
