@@ -20,7 +20,7 @@ import numpy as np
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, Use, fully_known_shape
+from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, fully_known_shape
 from graphquant.numerics import rows_per_slab
 from graphquant.qdq import (
     DYNAMIC_ATTENTION,
@@ -333,7 +333,7 @@ def _lift_attention(lift: _Lift) -> list[str]:
     while inputs[-1] is None:
         inputs.pop()
     attention = _standard_op(lift.op, "Attention", lift.op.attrs, info)
-    replace_op(lift.graph, replace(attention, domain=MICROSOFT_DOMAIN), inputs)
+    lift.graph.replace_op(replace(attention, domain=MICROSOFT_DOMAIN), inputs)
     return [dequantized.op, lift.op.name]
 
 
@@ -438,7 +438,7 @@ def _add_weight(lift: _Lift, weight: _LayerWeight, number: int = 0) -> TensorRef
     dequantize = new_op(graph, name, dtype, constants[0][2], **fields)
     if lift.folded is not None:
         dequantize = replace(dequantize, name=lift.folded.name, outputs=lift.folded.outputs)
-        replace_op(graph, dequantize, inputs)
+        graph.replace_op(dequantize, inputs)
         return lift.shared.setdefault(key, TensorRef(graph.name, dequantize.name))
     return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
 
@@ -458,7 +458,7 @@ def _replace_layer(
         dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
-    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, attrs, info), domain=domain), inputs)
+    lift.graph.replace_op(replace(_standard_op(lift.op, op_type, attrs, info), domain=domain), inputs)
     return [*dict.fromkeys(names), lift.op.name]
 
 
@@ -498,7 +498,7 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
         source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)
         names.append(source.op)
         product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
-    replace_op(graph, product, inputs)
+    graph.replace_op(product, inputs)
     return [*names, op.name]
 
 
@@ -541,7 +541,7 @@ def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
     axis = int(lift.op.numeric_attr("gather_axis", 0))
     gather = _standard_op(lift.op, "Gather", {"axis": axis} if axis else {})
-    replace_op(lift.graph, gather, [dequantized, lift.slots[1]])
+    lift.graph.replace_op(gather, [dequantized, lift.slots[1]])
     return [dequantized.op, lift.op.name]
 
 
@@ -642,7 +642,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
     fused_attrs = {"form": FOLDED_FORM}
     output = replace(op.outputs[0], dtype=scale_dtype.name, shape=shape)
     changes: dict[str, Any] = {**dequantize, "attrs": attrs, "outputs": (output,), "fused_attrs": fused_attrs}
-    replace_op(graph, replace(op, source=None, **changes), inputs)
+    graph.replace_op(replace(op, source=None, **changes), inputs)
     return [op.name]
 
 
@@ -749,16 +749,6 @@ def _size(constant: Op) -> int:
     """Return the number of elements of a constant; 0 if it is unknown."""
     shape = fully_known_shape(constant.outputs[0].shape)
     return 0 if shape is None else math.prod(shape)
-
-
-def replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None:
-    """Replace the op of the same name and all its inputs."""
-    graph.replace_op(op)
-    count = max(len(inputs), len(graph.slots(op.name)))
-    for slot, tensor in enumerate([*inputs, *[None] * (count - len(inputs))]):
-        graph.set_source(Use(graph.name, op.name, slot), tensor)
-    del graph.slots(op.name)[len(inputs) :]
-    graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(inputs), count))
 
 
 def remove_if_unread(model: Model, tensor: TensorRef) -> None:

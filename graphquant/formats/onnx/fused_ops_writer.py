@@ -37,7 +37,6 @@ from graphquant.formats.onnx.fused_ops import (
     constant_value,
     numpy_dtype,
     remove_if_unread,
-    replace_op,
 )
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import (
@@ -116,7 +115,7 @@ def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
             return
     replaced = [slot for _, slots in record.replacements for slot in slots if slot is not None]
     for op, slots in record.fused:
-        replace_op(graph, op, slots)
+        graph.replace_op(op, slots)
         graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(slots)))
     for op, _ in reversed(record.replacements[:-1]):
         remove_if_unread(model, TensorRef(graph.name, op.name))
@@ -233,7 +232,7 @@ class _Weight:
             ends = ("start", 0), ("end", shape[axis]), ("axis", axis)
             last, inputs = "Slice", [values, *(self.add_sizes(name, [value]) for name, value in ends)]
         changes: dict[str, Any] = {"kind": last.lower(), "type": last, "domain": "", "roles": ("input",), "attrs": {}}
-        replace_op(graph, replace(dequantize, **changes, fused_attrs=None), inputs)
+        graph.replace_op(replace(dequantize, **changes, fused_attrs=None), inputs)
         for tensor in sources:
             remove_if_unread(self.model, tensor)
 
@@ -375,7 +374,7 @@ class _Weight:
             raise InternalError(f"{attention.name!r} has no input.")
         values, step, zero = _add_rounded(self.graph, source, fused)
         weight_zero = zero_point[0] if zero_point else None
-        replace_op(self.graph, fused, [values, data, bias, step, scale, mask, zero, weight_zero, past])
+        self.graph.replace_op(fused, [values, data, bias, step, scale, mask, zero, weight_zero, past])
 
     def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
         """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
@@ -387,7 +386,7 @@ class _Weight:
         elif product.type != "MatMul":
             notes[OP_KEY] = " ".join([product.type, *product.attrs])
         fused = replace(fused, notes={**fused.notes, **notes})
-        replace_op(graph, fused, inputs)
+        graph.replace_op(fused, inputs)
         if result is not product:
             graph.remove_op(product.name)
 
@@ -455,7 +454,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
         fused_attrs |= {"expert_weight_bits": packed.bits, "block_size": packed.block, "accuracy_level": level}
     op_type = "QMoE" if layer.kind == "moe" else DYNAMIC_LSTM
     marks = replace(ops[0], rule=rules.strip(), anchor=anchors.strip())
-    replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
+    graph.replace_op(_fused_op(layer, op_type, fused_attrs, marks), inputs)
     for weight in weights.values():
         remove_if_unread(model, weight.tensor)
     return True
@@ -506,7 +505,7 @@ def _share_rounded_inputs(graph: Graph) -> None:
         for name in names:
             _, weight, weight_scale, *rest = graph.slots(name)
             inputs = [values, weight, scale, weight_scale, zero_point, *rest]
-            replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
+            graph.replace_op(replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
 
 
 def _add_rounded(graph: Graph, source: TensorRef, reader: Op) -> list[TensorRef]:

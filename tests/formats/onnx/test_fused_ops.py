@@ -512,6 +512,34 @@ def test_strip_of_an_added_bias_is_the_source(
     ]
 
 
+@pytest.mark.parametrize("readers", ["", "r = Gather(w, i)", "s = Mul(w, c)", "s = Mul(t, c)"])
+@pytest.mark.parametrize(
+    ("dtype", "form", "block"),
+    [("uint4", "packed", 32), ("uint4", "folded", 32), ("int8", "dynamic", None), ("int8", "folded", None)],
+)
+def test_strip_of_weights_behind_a_transpose(
+    tmp_path: Path, readers: str, dtype: str, form: str, block: int | None
+) -> None:
+    """The result stores the transposed weight. `strip` proves that it has the values of the source's Transpose."""
+    weights = {"w": np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)}
+    outputs = {"r": "float[k, 64] r", "s": "float[p, q] s"}
+    others = ["float[n, 96] y", *(text for name, text in outputs.items() if readers.startswith(name))]
+    body = f"t = Transpose<perm = [1, 0]>(w) y = MatMul(x, t) {readers}"
+    message = parse(body, "float[n, 64] x, int64[k] i, float c", ", ".join(others), weights)
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(
+        tmp_path / "r.toml", dtype, f'form = "{form}"', block=block, per="block" if block else "channel"
+    )
+    text = rules.read_text().replace("matmul|gemm|conv", "matmul").replace('kind = "gather"', 'kind = "lrn"')
+    rules.write_text(text)
+    written = gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "quant.onnx")
+    proof = prove_stripped(gq.strip(written), tmp_path / "float.onnx")
+    assert proof.holds
+    message.graph.initializer[0].CopyFrom(numpy_helper.from_array(2 * weights["w"], "w"))
+    onnx.save(message, tmp_path / "other.onnx")
+    assert not prove_stripped(gq.strip(written), tmp_path / "other.onnx").holds
+
+
 def test_strip_of_products_with_equal_names(tmp_path: Path) -> None:
     """Products of two branches may have one name, and a product may have the name of another value."""
     rng = np.random.default_rng(0)
