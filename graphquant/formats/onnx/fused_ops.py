@@ -51,6 +51,7 @@ TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads i
 # Metadata of a fused op: type and names of the attributes of the op in its place, and the name of another op that it
 # replaces: the Transpose of its table, or a product, by its slot in the Add that the fused op has.
 OP_KEY, TRANSPOSE_KEY, *SUMMAND_KEYS = (f"{METADATA_PREFIX}{k}" for k in ("op", "transpose", "summand-0", "summand-1"))
+REPLACED_VALUE = "-value"  # ends the key of the value's name of such an op; ":" and a key, that of its own metadata
 DEFAULT_ATTRS = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0, "axis": 0}  # of Gemm and Gather
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
@@ -482,7 +483,10 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if lift.suffix == TABLE_SUFFIX:
         name = notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
         is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
-        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
+        if not is_shared:
+            name = add_transpose(graph, name, dequantized).op
+            graph.replace_op(_restored_op(graph, graph.op(name), TRANSPOSE_KEY, notes))
+        dequantized = TensorRef(graph.name, name)
         names.append(dequantized.op)
     inputs = [lift.slots[0], dequantized]
     product = replace(_standard_op(op, "MatMul"), channel_axis=1)
@@ -495,11 +499,23 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
         name, output = notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
         fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
         summand = new_op(graph, name, output.dtype, output.shape, **fields)
-        source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)
+        summand = summand if name in graph else replace(summand, name=name)
+        source = graph.add_op(_restored_op(graph, summand, SUMMAND_KEYS[slot], notes), inputs)
         names.append(source.op)
         product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
     graph.replace_op(product, inputs)
     return [*names, op.name]
+
+
+def _restored_op(graph: Graph, op: Op, key: str, notes: Mapping[str, str]) -> Op:
+    """Return an op with the name of its value, the doc string and the metadata that `notes` have under `key`."""
+    value, own = (
+        notes.get(f"{key}{REPLACED_VALUE}", ""),
+        {k.partition(":")[2]: v for k, v in notes.items() if k.startswith(f"{key}:")},
+    )
+    is_free = value and value not in graph.reserved_names
+    outputs = (replace(op.outputs[0], name=value),) if is_free else op.outputs
+    return replace(op, outputs=outputs, notes=own)
 
 
 def _lift_gather(lift: _Lift) -> list[str]:

@@ -25,6 +25,7 @@ from graphquant.formats.onnx.fused_ops import (
     MOE_WEIGHTS,
     OP_KEY,
     PACKED_SUFFIX,
+    REPLACED_VALUE,
     SHARED_DYNAMIC_PRODUCT,
     SUMMAND_KEYS,
     TABLE_SUFFIX,
@@ -379,10 +380,10 @@ class _Weight:
     def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
         """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
         graph, product, weight = self.graph, self.graph.op(use.op), self.graph.source_of(use)
-        notes = {} if weight is None or weight == self.tensor else {TRANSPOSE_KEY: weight.op}
+        notes = {} if weight is None or weight == self.tensor else _replaced_notes(TRANSPOSE_KEY, self.model.op(weight))
         if result is not product:
             slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
-            notes[SUMMAND_KEYS[slot]] = product.name
+            notes |= _replaced_notes(SUMMAND_KEYS[slot], product)
         elif product.type != "MatMul":
             notes[OP_KEY] = " ".join([product.type, *product.attrs])
         fused = replace(fused, notes={**fused.notes, **notes})
@@ -490,6 +491,12 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
         anchor=dequantize.anchor,
         notes=node_notes(op),
     )
+
+
+def _replaced_notes(key: str, op: Op) -> dict[str, str]:
+    """Return the entries of a fused op for another op that it replaces, from which `_restored_op` gives it back."""
+    entries = {f"{key}{REPLACED_VALUE}": op.outputs[0].name, **{f"{key}:{k}": v for k, v in node_notes(op).items()}}
+    return {key: op.name} | entries
 
 
 def _share_rounded_inputs(graph: Graph) -> None:

@@ -582,10 +582,9 @@ def test_replaced_ops_keep_names_and_notes(tmp_path: Path, form: str, ir_version
     fused = {node.name: node for node in quantized.graph.node if node.domain == "com.microsoft"}
     assert {name: node.doc_string for name, node in fused.items()} == {f"name of {v}": f"doc of {v}" for v in "an"}
     stripped = onnx_format.emit(gq.strip(written, everything=True).model)
-    replaced = {"name of m", "name of t"}  # of these, only the names remain
     source, result = (
         {
-            (node.name, node.op_type): None if node.name in replaced else (node.doc_string, str(node.metadata_props))
+            (node.name, node.op_type, *node.output): (node.doc_string, str(node.metadata_props))
             for node in model.graph.node
         }
         for model in (message, stripped)
