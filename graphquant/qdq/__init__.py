@@ -16,10 +16,8 @@ from graphquant.qdq.onnx_fused import (
     FusedOnnxFamily,
     PackedWeight,
     count_product_weights,
+    dynamic_op_type,
     fused_op_type,
-    is_dynamic_attention,
-    is_dynamic_lstm,
-    is_dynamic_product,
     is_matrix_transpose,
 )
 from graphquant.qdq.onnx_qdq import OnnxFamily

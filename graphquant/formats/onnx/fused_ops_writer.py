@@ -61,10 +61,8 @@ from graphquant.qdq import (
     LAYER_WEIGHT_SLOTS,
     MIN_GATHER_BLOCK_SIZE,
     PackedWeight,
+    dynamic_op_type,
     fused_op_type,
-    is_dynamic_attention,
-    is_dynamic_lstm,
-    is_dynamic_product,
     is_matrix_transpose,
     read_qparams,
 )
@@ -347,9 +345,10 @@ class _Weight:
         """
         graph, dequantize, model = self.graph, self.dequantize, self.model
         product = graph.op(use.op)
-        if is_dynamic_attention(graph, product, use.slot, read):
+        op_type = dynamic_op_type(graph, product, use.slot, read)
+        if op_type == DYNAMIC_ATTENTION:
             self.lower_dynamic_attention(product)
-        if not is_dynamic_product(graph, product, use.slot, read):
+        if op_type != DYNAMIC_PRODUCT:
             return
         constants, source = self.sources, graph.slots(product.name)[0]
         if graph.source_of(use) != self.tensor or product.numeric_attr("transB", 0):
@@ -432,7 +431,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
         weight = _Weight.read(model, graph, model.op(tensor), parameters) if tensor.graph == graph.name else None
         if weight is None or weight.form != reader.form:
             return False
-        if not fused_op_type(graph, layer, slot, weight.packed) and not is_dynamic_lstm(layer, slot, weight.packed):
+        if not any(find_type(graph, layer, slot, weight.packed) for find_type in (fused_op_type, dynamic_op_type)):
             return False
         weights[slot] = lowered.get(tensor, weight)
     for weight in weights.values():
