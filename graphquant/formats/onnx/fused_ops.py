@@ -59,8 +59,14 @@ WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3,
 DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
 
 DYNAMIC_QUANTIZE, SHARED_DYNAMIC_PRODUCT = "DynamicQuantizeLinear", "MatMulIntegerToFloat"
-SHARED_DYNAMIC_SLOTS = 7  # of the second one: values, weight, their scales, their zero points, and the bias
-QATTENTION_SLOTS = 9  # values, weight, bias, the scales of both, mask, the zero points of both, and past states
+DYNAMIC_SLOTS = {
+    DYNAMIC_PRODUCT: (1, 2, 3, DYNAMIC_BIAS_SLOT, 0, 0),
+    SHARED_DYNAMIC_PRODUCT: (1, 3, 5, 6, 2, 4),
+    DYNAMIC_ATTENTION: (1, 4, 7, 2, 3, 6),
+}
+"""Positions of the weight, its scale and zero point, the bias, and the scale and zero point of the rounded input."""
+
+MASK_SLOT, PAST_SLOT = 5, 8  # positions of further inputs of a QAttention
 
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
@@ -271,10 +277,28 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     return _lift_product(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point), BIAS_SLOT)
 
 
-def _lift_dynamic_product(lift: _Lift) -> list[str]:
-    """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
-    dequantized = _dynamic_weight(lift)
-    return [] if dequantized is None else _lift_product(lift, dequantized, DYNAMIC_BIAS_SLOT)
+def _lift_dynamic_op(lift: _Lift) -> list[str]:
+    """Replace an op of `DYNAMIC_SLOTS` by DequantizeLinear and the float op, maybe with an Add; return their names."""
+    graph, op, positions = lift.graph, lift.op, DYNAMIC_SLOTS[lift.op.type]
+    slots = [*lift.slots, *[None] * (PAST_SLOT + 1)]
+    source, *operands, scale, zero_point = (slots[position] for position in (0, *positions))
+    if op.type != DYNAMIC_PRODUCT:  # another op rounds its input
+        rounded = source
+        if rounded is None or rounded.graph != graph.name or graph.op(rounded.op).type != DYNAMIC_QUANTIZE:
+            return []
+        if (rounded, scale, zero_point) != tuple(rounded._replace(port=port) for port in range(3)):
+            return []
+        source = graph.slots(rounded.op)[0]
+    product = replace(lift, slots=(source, *operands))
+    dequantized = _dynamic_weight(product)
+    if dequantized is None or op.type != DYNAMIC_ATTENTION:
+        return [] if dequantized is None else _lift_product(product, dequantized, DYNAMIC_BIAS_SLOT)
+    inputs = [source, dequantized, operands[-1], slots[MASK_SLOT], slots[PAST_SLOT]]
+    while inputs[-1] is None:
+        inputs.pop()
+    attention = _standard_op(op, "Attention", op.attrs, MICROSOFT_DOMAIN_OPS["Attention"])
+    graph.replace_op(replace(attention, domain=MICROSOFT_DOMAIN), inputs)
+    return [dequantized.op, op.name]
 
 
 def _dynamic_weight(lift: _Lift) -> TensorRef | None:
@@ -302,40 +326,6 @@ def _dynamic_weight(lift: _Lift) -> TensorRef | None:
         read = partial(constant_value, weight)
         constants[0] = (weight, weight.outputs[0].dtype or "", shape[::-1], lambda: np.array(read().T, order="C"))
     return _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM}))
-
-
-def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
-    """Replace a MatMulIntegerToFloat of a tensor that a DynamicQuantizeLinear rounds, as one that rounds it itself."""
-    slots = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
-    values, weight, scale, weight_scale, zero_point, *rest = slots
-    source = _rounded_source(lift.graph, values, scale, zero_point)
-    return [] if source is None else _lift_dynamic_product(replace(lift, slots=(source, weight, weight_scale, *rest)))
-
-
-def _rounded_source(graph: Graph, values: TensorRef | None, *parameters: TensorRef | None) -> TensorRef | None:
-    """Return the tensor that a DynamicQuantizeLinear rounds to `values` with these parameters, None if none does."""
-    if values is None or values.graph != graph.name or graph.op(values.op).type != DYNAMIC_QUANTIZE:
-        return None
-    is_whole = (values, *parameters) == tuple(values._replace(port=port) for port in range(3))
-    return graph.slots(values.op)[0] if is_whole else None
-
-
-def _lift_attention(lift: _Lift) -> list[str]:
-    """Replace a QAttention of a tensor that a DynamicQuantizeLinear rounds by DequantizeLinear and Attention."""
-    slots = [*lift.slots, *[None] * QATTENTION_SLOTS][:QATTENTION_SLOTS]
-    values, weight, bias, scale, weight_scale, mask, zero_point, weight_zero_point, past = slots
-    source = _rounded_source(lift.graph, values, scale, zero_point)
-    dequantized = None
-    if source is not None:
-        dequantized = _dynamic_weight(replace(lift, slots=(source, weight, weight_scale, weight_zero_point)))
-    if dequantized is None:
-        return []
-    info, inputs = MICROSOFT_DOMAIN_OPS["Attention"], [source, dequantized, bias, mask, past]
-    while inputs[-1] is None:
-        inputs.pop()
-    attention = _standard_op(lift.op, "Attention", lift.op.attrs, info)
-    lift.graph.replace_op(replace(attention, domain=MICROSOFT_DOMAIN), inputs)
-    return [dequantized.op, lift.op.name]
 
 
 def _lift_lstm(lift: _Lift) -> list[str]:
@@ -710,10 +700,8 @@ def _folded_layout(
 
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
-    (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
-    (MICROSOFT_DOMAIN, SHARED_DYNAMIC_PRODUCT): _lift_shared_dynamic_product,
     (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
-    (MICROSOFT_DOMAIN, DYNAMIC_ATTENTION): _lift_attention,
+    **{(MICROSOFT_DOMAIN, name): _lift_dynamic_op for name in DYNAMIC_SLOTS},
     (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     **{("", name): _lift_folded for name in ("Mul", "Reshape", "Slice")},
