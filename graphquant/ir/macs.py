@@ -7,14 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from graphquant.ir.kinds import (
-    CONVOLUTION_KINDS,
-    FUSED_PREFIX,
-    MAC_KINDS,
-    MATRIX_PRODUCT_KINDS,
-    RECURRENT_KINDS,
-    TABLE_KINDS,
-)
+from graphquant.ir.kinds import CONVOLUTION_KINDS, FUSED_PREFIX, MAC_KINDS, MATRIX_PRODUCT_KINDS, RECURRENT_KINDS
 from graphquant.ir.parameters import Parameters
 from graphquant.ir.types import Op, OpKey, Shape, TensorRef, fully_known_shape
 
@@ -31,10 +24,10 @@ def channel_axis(op: Op, shape: Shape) -> int | None:
 def reduction_axis(op: Op, role: str, shape: Shape) -> int | None:
     """Return the axis of the blocks of a tensor of `shape` that `op` reads as `role`, counted from 0; None if none.
 
-    For a weight it is the axis of the sum, that of the input channels. For a table of rows it is the last axis,
+    For a weight it is the axis of the sum, that of the input channels. For the table of a Gather it is the last axis,
     along which each row lies.
     """
-    if op.kind in TABLE_KINDS and role == "input":
+    if op.kind == "gather" and role == "input":
         return len(shape) - 1 if shape else None
     axis = channel_axis(op, shape) if role in {"weight", "recurrent_weight"} else None
     if axis is None or len(shape) == 1:

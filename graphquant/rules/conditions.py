@@ -104,7 +104,7 @@ class OpNeighbors:
         tied = set[TensorRef]()
         for graph, op in self.model.reachable_ops():
             slots = enumerate(graph.slots(op.name)) if op.kind in TABLE_KINDS else ()
-            tables = [table for slot, table in slots if table is not None and op.role(slot) == "input"]
+            tables = [table for slot, table in slots if table is not None and op.role(slot) in {"input", "weight"}]
             for table in tables:
                 if self.model.output(table).dtype != "float32" or not self.parameters.is_parameter(table):
                     continue

@@ -346,7 +346,7 @@ class _Weight:
         graph, dequantize, model = self.graph, self.dequantize, self.model
         product = graph.op(use.op)
         op_type = dynamic_op_type(graph, product, use.slot, read)
-        if op_type == DYNAMIC_ATTENTION:
+        if op_type == DYNAMIC_ATTENTION and graph.source_of(use) == self.tensor:  # a transposed weight stays as it is
             self.lower_dynamic_attention(product)
         if op_type != DYNAMIC_PRODUCT:
             return
