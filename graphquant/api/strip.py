@@ -154,9 +154,8 @@ def _store_computed_weights(original: Model, stripped: StripResult) -> Model:
     for tensor, _ in stripped.weights:
         graph = result.graphs.get(tensor.graph)
         op = graph.op(tensor.op) if graph is not None and tensor.op in graph else None
-        if graph is None or op is None or op.kind in STORED_KINDS or not parameters.is_parameter(tensor):
-            continue
-        if (value := parameters.value(tensor)) is not None:
+        value = None if op is None or op.kind in STORED_KINDS else parameters.value(tensor)
+        if graph is not None and op is not None and value is not None and len(op.outputs) == 1:
             slots = [slot for slot in graph.slots(op.name) if slot is not None]
             graph.replace_op(replace(op, kind="constant", type="Constant", roles=(), read_value=value.view), ())
             remove_unread_ops(result, slots)

@@ -499,13 +499,10 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
 
 def _restored_op(graph: Graph, op: Op, key: str, notes: Mapping[str, str]) -> Op:
     """Return an op with the name of its value, the doc string and the metadata that `notes` have under `key`."""
-    value, own = (
-        notes.get(f"{key}{REPLACED_VALUE}", ""),
-        {k.partition(":")[2]: v for k, v in notes.items() if k.startswith(f"{key}:")},
-    )
+    own = {name.partition(":")[2]: text for name, text in notes.items() if name.startswith(f"{key}:")}
+    value = notes.get(f"{key}{REPLACED_VALUE}", "")
     is_free = value and value not in graph.reserved_names
-    outputs = (replace(op.outputs[0], name=value),) if is_free else op.outputs
-    return replace(op, outputs=outputs, notes=own)
+    return replace(op, outputs=(replace(op.outputs[0], name=value),) if is_free else op.outputs, notes=own)
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
