@@ -12,9 +12,10 @@ from graphquant.analysis.diff import Differences, diff_models
 from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.errors import ModelError, UsageError
-from graphquant.ir import Model, Parameters, TensorRef, qualified_op_name
+from graphquant.ir import STORED_KINDS, Model, Parameters, TensorRef, qualified_op_name
 from graphquant.numerics import IntType, QParams, dequantize, quantize
 from graphquant.quantize import prepare, requantize
+from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.strip import strip_quantization
 from graphquant.utils import HtmlRepresentation
 
@@ -133,7 +134,7 @@ def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof
         message = formats.format_module(stripped_model.format).emit(stripped_model)
         if message == formats.format_module(expected.format).emit(expected):
             return Proof(equal=True, other_differences=Differences(changes=()))
-    prepared = prepare_with_steps(expected, stripped.steps, stripped.model.opset)
+    prepared = _store_computed_weights(prepare_with_steps(expected, stripped.steps, stripped.model.opset), stripped)
     differences = diff_models(prepared, stripped_model)
     rounded_names = _rounded_weight_names(prepared, stripped)
     unexplained = tuple(
@@ -145,6 +146,20 @@ def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof
         other_differences=replace(differences, changes=unexplained),
         steps=stripped.steps,
     )
+
+
+def _store_computed_weights(original: Model, stripped: StripResult) -> Model:
+    """Return the original with a constant in place of each op that computes a rounded weight, such as a Transpose."""
+    result, parameters = original.copy(), Parameters(original)
+    for tensor, _ in stripped.weights:
+        graph = result.graphs.get(tensor.graph)
+        op = graph.op(tensor.op) if graph is not None and tensor.op in graph else None
+        value = None if op is None or op.kind in STORED_KINDS else parameters.value(tensor)
+        if graph is not None and op is not None and value is not None and len(op.outputs) == 1:
+            slots = [slot for slot in graph.slots(op.name) if slot is not None]
+            graph.replace_op(replace(op, kind="constant", type="Constant", roles=(), read_value=value.view), ())
+            remove_unread_ops(result, slots)
+    return result
 
 
 def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphquant.backends.findings import Backend, CheckReport, RejectedModelError, Verdict
+from graphquant.backends.findings import ONLY_WEIGHTS, Backend, CheckReport, RejectedModelError, Verdict
 from graphquant.backends.lint import LINT_CODES, lint_model
 from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM, load_in_onnxruntime
 from graphquant.backends.tables import OPENVINO, QNN, TENSORRT, VITIS_AI
@@ -38,7 +38,7 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
             f"{model.path or 'The model'} is a TFLite model with scales in its tensors. `graphquant inspect`"
             " shows them."
         )
-    verdicts, findings = lint_model(model, chosen_backend, partial(_judge_inlined, chosen_backend), stats)
+    verdicts, findings = lint_model(model, chosen_backend, partial(_judge, chosen_backend), stats)
     return CheckReport(
         path=str(model.path or ""),
         backend="" if chosen_backend is None else chosen_backend.name,
@@ -54,16 +54,20 @@ def judge_ops(model: Model, backend: str) -> tuple[Verdict, ...]:
     Raises a RejectedModelError if the backend cannot load the model, and a UsageError if the backend is unknown, or it
     does not run models of this format.
     """
-    return _judge_inlined(_find_backend(model, backend), model)
+    return _judge(_find_backend(model, backend), model)
 
 
-def _judge_inlined(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
-    """Return the verdicts of the backend, with functions inlined; none without a backend.
+def _judge(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
+    """Return the verdicts of the backend; none without a backend."""
+    verdicts = () if backend is None else _judge_inlined(backend, model)
+    # In a model with float activations, advice to quantize the tensors around an op would be wrong.
+    if {op.kind for _, op in model.reachable_ops()} & QUANTIZATION_KINDS == {"dequantize"}:
+        return tuple(replace(each, broken_rule=each.broken_rule and ONLY_WEIGHTS) for each in verdicts)
+    return verdicts
 
-    An op of a function is "float" if it is float in at least one call.
-    """
-    if backend is None:
-        return ()
+
+def _judge_inlined(backend: Backend, model: Model) -> tuple[Verdict, ...]:
+    """Return the verdicts with functions inlined. An op of a function is "float" if it is so in at least one call."""
     if not any(name and graph.parent is None for name, graph in model.graphs.items()):
         return backend.judge(model)
     from graphquant.formats.onnx import inline_functions

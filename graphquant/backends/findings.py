@@ -36,6 +36,13 @@ NOT_QUANTIZED = BrokenRule(
 )
 """Rule of ops without any quantization around them."""
 
+ONLY_WEIGHTS = BrokenRule(
+    "only-weights",
+    "only weights of this model are quantized",
+    "keep it in float, or quantize the float model with rules for activations",
+)
+"""Rule of all float ops of a model whose activations are not quantized."""
+
 
 class RejectedModelError(ModelError):
     """The backend cannot load the model, so there are no verdicts."""

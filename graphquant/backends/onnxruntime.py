@@ -36,7 +36,7 @@ from graphquant.ir import (
     paused_gc,
 )
 from graphquant.ir.op_matching import is_barrier
-from graphquant.qdq import DYNAMIC_PRODUCT, FamilyArguments, FusedForm
+from graphquant.qdq import DYNAMIC_ATTENTION, DYNAMIC_PRODUCT, FamilyArguments, FusedForm
 
 if TYPE_CHECKING:
     from graphquant.formats.onnx import OptimizedModel
@@ -46,14 +46,14 @@ ResultT = TypeVar("ResultT")
 INTEGER_OP_TYPES = frozenset(
     {
         *("ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", DYNAMIC_PRODUCT),
-        *("DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization"),
+        *("DynamicQuantizeLSTM", DYNAMIC_ATTENTION, "QEmbedLayerNormalization"),
     }
 )
 """Op types that compute on integers by definition, in addition to the QLinear types."""
 
 WEIGHT_SLOTS = {
     **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QGemm"), 3),
-    **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", DYNAMIC_PRODUCT), 1),
+    **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", DYNAMIC_PRODUCT, DYNAMIC_ATTENTION), 1),
 }
 """Inputs with the weight, by types of ops that multiply integer matrices."""
 

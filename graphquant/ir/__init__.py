@@ -24,6 +24,7 @@ from graphquant.ir.kinds import (
     RELU6_BOUNDS,
     RESHAPING_KINDS,
     STORED_KINDS,
+    TABLE_KINDS,
     TRANSPARENT_KINDS,
     VALUE_MOVING_KINDS,
     WEIGHTED_KINDS,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
+from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from threading import RLock
@@ -301,10 +302,17 @@ class Graph:
             self.graphs[use.graph].set_source(use, target)
         return len(unique_uses)
 
-    def replace_op(self, op: Op) -> None:
-        """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
+    def replace_op(self, op: Op, inputs: Sequence[TensorRef | None] | None = None) -> None:
+        """Replace the op of the same name, and its inputs if some are given. Its consumers stay connected."""
         self._ops[op.name] = op
         self.reserved_names.update(output.name for output in op.outputs if output.name)
+        if inputs is None:
+            return
+        uses = [Use(self.name, op.name, slot) for slot in range(max(len(inputs), len(self.slots(op.name))))]
+        for use, tensor in zip_longest(uses, inputs):
+            self.set_source(use, tensor)
+        del self.slots(op.name)[len(inputs) :]
+        self.rerouted_uses.difference_update(uses[len(inputs) :])
 
     def remove_op(self, name: str) -> None:
         """Remove op `name`, which must not have consumers."""

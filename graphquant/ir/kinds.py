@@ -8,7 +8,7 @@ from __future__ import annotations
 PSEUDO_KINDS = {
     "parameter": "any tensor whose value is known before the model runs",
     "computed": "any other tensor: its value depends on the inputs of the model",
-    "tied": "a float32 table that Gather and, transposed or not, a matrix product read",
+    "tied": "a float32 table of picked rows that a matrix product reads, transposed or not",
     "stem": "a convolution above which no other op has a weight",
     "tail": "an op without a weight, and below which no op has one",
     "unnormalized": "an op between a signal and a normalization, proportional to the signal",
@@ -74,6 +74,7 @@ KINDS = {
     "split": "cuts a tensor along an axis",
     "slice": "a range of each axis",
     "gather": "rows picked by index",
+    "embedding": "sum of rows picked by index, normalized, as one op",
     "reshape": "the same values in another shape",
     "flatten": "reshape to one or two axes",
     "transpose": "axes in another order",
@@ -163,6 +164,7 @@ DATA_MOVEMENT_KINDS = RESHAPING_KINDS | {
 }
 """Kinds whose output values are input values."""
 
+TABLE_KINDS = frozenset({"gather", "embedding"})  # kinds that pick rows of their inputs by index
 CONCATENATING_KINDS = frozenset({"concat", "pack"})  # kinds whose output contains all of their inputs
 VALUE_MOVING_KINDS = DATA_MOVEMENT_KINDS | CONCATENATING_KINDS | TRANSPARENT_KINDS | {"pad", "neg", "abs", "cast"}
 AFFINE_KINDS = WEIGHTED_KINDS | {*("add", "sub", "mul", "div", "bias_add", "batchnorm")}  # affine with constants

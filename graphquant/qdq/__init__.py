@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.qdq.family import FamilyArguments, FamilyRequest, FusedForm, QDQFamily, QDQSite, RoundingMode
 from graphquant.qdq.onnx_fused import (
+    DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
@@ -15,9 +16,8 @@ from graphquant.qdq.onnx_fused import (
     FusedOnnxFamily,
     PackedWeight,
     count_product_weights,
+    dynamic_op_type,
     fused_op_type,
-    is_dynamic_lstm,
-    is_dynamic_product,
     is_matrix_transpose,
 )
 from graphquant.qdq.onnx_qdq import OnnxFamily

@@ -6,8 +6,8 @@ pair:
 
 * Packed: one op of com.microsoft, MatMulNBits, GatherBlockQuantized or QMoE, in place of the DequantizeLinear and its
   reader.
-* Dynamic: a DynamicQuantizeMatMul or DynamicQuantizeLSTM of com.microsoft, which also quantizes its other inputs in
-  each run, to uint8 with one range for all their values.
+* Dynamic: a DynamicQuantizeMatMul, DynamicQuantizeLSTM or QAttention of com.microsoft. Its other inputs are quantized
+  in each run, to uint8 with one range for all their values.
 * Folded: Cast, Sub and Mul. onnxruntime computes them when it loads the model, but a DequantizeLinear in each run.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from graphquant.ir import MATRIX_PRODUCT_KINDS
 from graphquant.numerics import IntType, QType
 from graphquant.qdq.family import FusedForm
-from graphquant.qdq.onnx_qdq import OnnxFamily
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OnnxFamily
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,10 @@ FOLDED_FORM: Literal["folded"] = "folded"
 DYNAMIC_FORM: Literal["dynamic"] = "dynamic"
 DYNAMIC_PRODUCT = "DynamicQuantizeMatMul"
 DYNAMIC_LSTM = "DynamicQuantizeLSTM"
+DYNAMIC_ATTENTION = "QAttention"
+DYNAMIC_ATTENTION_ATTRS = frozenset({"num_heads", "unidirectional", "mask_filter_value", "scale"})
+"""Attributes of an Attention of com.microsoft that a QAttention has too."""
+
 BITS_OF_BYTES = 8
 
 LAYER_WEIGHT_SLOTS = {"LSTM": (1, 2), "MoE": (2, 4, 6)}
@@ -114,28 +118,22 @@ def is_matrix_transpose(op: Op) -> bool:
     return op.kind == "transpose" and [*op.attrs.get("perm", (1, 0))] == [1, 0]
 
 
-def is_dynamic_lstm(consumer: Op, slot: int, weight: PackedWeight) -> bool:
-    """Return True if DynamicQuantizeLSTM computes an LSTM with a weight (directions, gates, columns) of 8 bits."""
-    shape = weight.shape or ()
-    has_scales = weight.axis in {None, 1} if weight.block is None else (weight.axis, (weight.block,)) == (2, shape[2:])
-    return (
-        (consumer.domain, consumer.type) == ("", "LSTM")
-        and slot in LAYER_WEIGHT_SLOTS["LSTM"]
-        and not consumer.numeric_attr("layout", 0)
-        and len(shape) == 3  # noqa: PLR2004  # directions, gates and columns
-        and None not in shape
-        and weight.bits == BITS_OF_BYTES
-        and has_scales
-    )
-
-
-def is_dynamic_product(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> bool:
-    """Return True if DynamicQuantizeMatMul computes a MatMul or Gemm with a weight of 8 bits."""
-    if consumer.domain or consumer.type not in {"MatMul", "Gemm"} or slot != 1 or weight.bits != BITS_OF_BYTES:
-        return False
-    shape = weight.shape or ()
-    summed_axis = _summed_axis(graph, consumer, shape) if len(shape) == 2 and None not in shape else None  # noqa: PLR2004  # rows and columns
-    return summed_axis is not None and weight.block is None and weight.axis in {None, 1 - summed_axis}
+def dynamic_op_type(graph: Graph, consumer: Op, slot: int, weight: PackedWeight) -> str:
+    """Return the op type that replaces the DequantizeLinear of bytes and its consumer, and rounds its input, or ""."""
+    key, shape, axis = (consumer.domain, consumer.type), weight.shape or (None,), weight.axis
+    if weight.bits != BITS_OF_BYTES or None in shape or slot not in LAYER_WEIGHT_SLOTS.get(consumer.type, (1,)):
+        return ""
+    if key == ("", "LSTM"):  # a weight (directions, gates, columns)
+        has_scales = axis in {None, 1} if weight.block is None else (axis, (weight.block,)) == (2, shape[2:])
+        return DYNAMIC_LSTM if len(shape) == 3 and has_scales and not consumer.numeric_attr("layout", 0) else ""  # noqa: PLR2004  # axes
+    if weight.block is not None or len(shape) != 2:  # noqa: PLR2004  # rows and columns
+        return ""
+    if key == (MICROSOFT_DOMAIN, "Attention"):
+        slots = graph.slots(consumer.name)
+        is_plain = consumer.attrs.keys() <= DYNAMIC_ATTENTION_ATTRS and not any(slots[5:])  # summands of the scores
+        return DYNAMIC_ATTENTION if is_plain and any(slots[2:3]) and axis in {None, 1} else ""  # with a bias
+    summed_axis = _summed_axis(graph, consumer, shape) if key in {("", "MatMul"), ("", "Gemm")} else None
+    return DYNAMIC_PRODUCT if summed_axis is not None and axis in {None, 1 - summed_axis} else ""
 
 
 def _summed_axis(graph: Graph, consumer: Op, shape: Shape) -> int | None:
@@ -214,11 +212,10 @@ class FusedOnnxFamily(OnnxFamily):
         levels = [None] if is_table else [level, FLOAT_LEVEL][: 1 + (is_fast and not request.symmetric)]
         form = FusedForm(op_type=op_type, bits=weight.bits, args=args, has_zero_points=not request.symmetric)
         packed = [form._replace(args=replace(args, form="packed", accuracy_level=each)) for each in levels if op_type]
-        dynamic_type, dynamic_args = "", replace(args, form=DYNAMIC_FORM, accuracy_level=None)
-        if is_dynamic_product(graph, graph.op(use.op), use.slot, weight):
-            dynamic_type = DYNAMIC_PRODUCT
-        elif request.symmetric and is_dynamic_lstm(graph.op(use.op), use.slot, weight):  # it has no zero points
-            dynamic_type = DYNAMIC_LSTM
+        dynamic_args = replace(args, form=DYNAMIC_FORM, accuracy_level=None)
+        dynamic_type = dynamic_op_type(graph, graph.op(use.op), use.slot, weight)
+        if not request.symmetric and dynamic_type == DYNAMIC_LSTM:  # it has no zero points
+            dynamic_type = ""
         dynamic = [FusedForm(op_type=dynamic_type, bits=weight.bits, args=dynamic_args)]
         dynamic = dynamic if dynamic_type and request.dtype == "float32" else []
         # onnxruntime has no kernels for float16 that would compute the weight when it loads the model.

@@ -21,6 +21,7 @@ from graphquant.ir import (
     DATA_MOVEMENT_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
+    TABLE_KINDS,
     VALUE_MOVING_KINDS,
     FunctionClones,
     Graph,
@@ -523,7 +524,7 @@ class _PlanBuilder:
         tables = {
             layout(site, site.first_match.tensor, site.axis): key
             for key, site in sites.items()
-            if graphs[site.uses[0].graph].op(site.uses[0].op).kind == "gather" and site.scheme.type.bits == 8  # noqa: PLR2004
+            if graphs[site.uses[0].graph].op(site.uses[0].op).kind in TABLE_KINDS and site.scheme.type.bits == 8  # noqa: PLR2004
         }
         for key, site in sites.items() if tables else ():
             tensor, axis, uses = site.first_match.tensor, site.axis, site.uses
@@ -664,7 +665,7 @@ class _PlanBuilder:
         if dtype is None:
             return "its data type is only known at run time"
         consumer, named = model.graphs[match.use.graph].op(match.use.op), match.rule.scheme
-        if dtype == "float16" and consumer.kind == "gather" and named is not None and named.args.form == FOLDED_FORM:
+        if dtype == "float16" and consumer.kind in TABLE_KINDS and named is not None and named.args.form == FOLDED_FORM:
             return "onnxruntime would dequantize the whole float16 table in each run"
         if family.format != model.format:
             return f"family {family.name!r} is only for {family.format} models"

@@ -153,6 +153,8 @@ class _QuantizationRemover:
         graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
         if name in graph and graph.op(name).kind == "input":
             self._replaced_arguments[TensorRef(home, name)] = None
+        elif op.anchor and name in self._model.graphs[home]:  # other ops read the float weight
+            return TensorRef(home, name)
         read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
         shape = self._model.output(integers).shape
         constant = new_op(graph, name, dtype, shape, kind="constant", type="Constant", roles=(), read_value=read_value)

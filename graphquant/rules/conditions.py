@@ -21,6 +21,7 @@ from graphquant.ir import (
     MAC_KINDS,
     MATRIX_PRODUCT_KINDS,
     PSEUDO_KINDS,
+    TABLE_KINDS,
     TRANSPARENT_KINDS,
     Graph,
     Model,
@@ -99,12 +100,14 @@ class OpNeighbors:
 
     @cached_property
     def _tied(self) -> set[TensorRef]:
-        """The float32 tables that a Gather and a matrix product read, and their transposed tensors."""
+        """The float32 tables of which rows are picked and that a matrix product reads, and their transposed tensors."""
         tied = set[TensorRef]()
         for graph, op in self.model.reachable_ops():
-            table = graph.slots(op.name)[0] if op.kind == "gather" else None
-            dtype = None if table is None else self.model.output(table).dtype
-            if table is not None and dtype == "float32" and self.parameters.is_parameter(table):
+            slots = enumerate(graph.slots(op.name)) if op.kind in TABLE_KINDS else ()
+            tables = [table for slot, table in slots if table is not None and op.role(slot) in {"input", "weight"}]
+            for table in tables:
+                if self.model.output(table).dtype != "float32" or not self.parameters.is_parameter(table):
+                    continue
                 readers = [TensorRef(use.graph, use.op) for use in self.consumers(table)]
                 tensors = [table, *(reader for reader in readers if self.model.op(reader).kind == "transpose")]
                 uses = [use for tensor in tensors for use in self.consumers(tensor)]

@@ -210,7 +210,7 @@ def test_the_backend_of_a_plan(samples):
     ]
     weights_only = gq.explain(load_sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
     assert [(verdict.status, verdict.broken_rule.rule) for verdict in weights_only.verdicts if verdict.broken_rule] == [
-        ("float", "no-quantized-output")
+        ("float", "only-weights")
     ]
     assert gq.explain(load_sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
     frozen = gq.explain(load_sample(samples, "digits_cnn.pb"), "stem/conv")

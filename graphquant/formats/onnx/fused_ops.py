@@ -20,9 +20,16 @@ import numpy as np
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, Use, fully_known_shape
+from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, fully_known_shape
 from graphquant.numerics import rows_per_slab
-from graphquant.qdq import DYNAMIC_FORM, DYNAMIC_LSTM, DYNAMIC_PRODUCT, FOLDED_FORM, LAYER_WEIGHT_SLOTS
+from graphquant.qdq import (
+    DYNAMIC_ATTENTION,
+    DYNAMIC_FORM,
+    DYNAMIC_LSTM,
+    DYNAMIC_PRODUCT,
+    FOLDED_FORM,
+    LAYER_WEIGHT_SLOTS,
+)
 from graphquant.qdq.family import new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize import METADATA_PREFIX, node_notes
@@ -44,6 +51,7 @@ TABLE_SUFFIX = "/table"  # ends the rest for the weight of a MatMul that reads i
 # Metadata of a fused op: type and names of the attributes of the op in its place, and the name of another op that it
 # replaces: the Transpose of its table, or a product, by its slot in the Add that the fused op has.
 OP_KEY, TRANSPOSE_KEY, *SUMMAND_KEYS = (f"{METADATA_PREFIX}{k}" for k in ("op", "transpose", "summand-0", "summand-1"))
+REPLACED_VALUE = "-value"  # ends the key of the value's name of such an op; ":" and a key, that of its own metadata
 DEFAULT_ATTRS = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0, "axis": 0}  # of Gemm and Gather
 
 # Positions of the inputs of MatMulNBits and GatherBlockQuantized.
@@ -51,7 +59,14 @@ WEIGHT_SLOT, SCALE_SLOT, ZERO_POINT_SLOT, GROUP_INDEX_SLOT, BIAS_SLOT = 1, 2, 3,
 DYNAMIC_BIAS_SLOT = 4  # that of the bias of a DynamicQuantizeMatMul, whose inputs before it have the same positions
 
 DYNAMIC_QUANTIZE, SHARED_DYNAMIC_PRODUCT = "DynamicQuantizeLinear", "MatMulIntegerToFloat"
-SHARED_DYNAMIC_SLOTS = 7  # of the second one: values, weight, their scales, their zero points, and the bias
+DYNAMIC_SLOTS = {
+    DYNAMIC_PRODUCT: (1, 2, 3, DYNAMIC_BIAS_SLOT, 0, 0),
+    SHARED_DYNAMIC_PRODUCT: (1, 3, 5, 6, 2, 4),
+    DYNAMIC_ATTENTION: (1, 4, 7, 2, 3, 6),
+}
+"""Positions of the weight, its scale and zero point, the bias, and the scale and zero point of the rounded input."""
+
+MASK_SLOT, PAST_SLOT = 5, 8  # positions of further inputs of a QAttention
 
 LSTM_SLOTS = 8  # inputs of LSTM; the scales and zero points of a DynamicQuantizeLSTM follow them
 MOE_WEIGHTS = 3  # weights of a MoE, each with a bias; a QMoE also has scales, and zero points after these triples
@@ -262,8 +277,32 @@ def _lift_matmul(lift: _Lift) -> list[str]:
     return _lift_product(lift, _add_lifted_weight(lift, layout, weight, scale, zero_point), BIAS_SLOT)
 
 
-def _lift_dynamic_product(lift: _Lift) -> list[str]:
-    """Replace a DynamicQuantizeMatMul by DequantizeLinear, MatMul and, with a bias, Add; return their names."""
+def _lift_dynamic_op(lift: _Lift) -> list[str]:
+    """Replace an op of `DYNAMIC_SLOTS` by DequantizeLinear and the float op, maybe with an Add; return their names."""
+    graph, op, positions = lift.graph, lift.op, DYNAMIC_SLOTS[lift.op.type]
+    slots = [*lift.slots, *[None] * (PAST_SLOT + 1)]
+    source, *operands, scale, zero_point = (slots[position] for position in (0, *positions))
+    if op.type != DYNAMIC_PRODUCT:  # another op rounds its input
+        rounded = source
+        if rounded is None or rounded.graph != graph.name or graph.op(rounded.op).type != DYNAMIC_QUANTIZE:
+            return []
+        if (rounded, scale, zero_point) != tuple(rounded._replace(port=port) for port in range(3)):
+            return []
+        source = graph.slots(rounded.op)[0]
+    product = replace(lift, slots=(source, *operands))
+    dequantized = _dynamic_weight(product)
+    if dequantized is None or op.type != DYNAMIC_ATTENTION:
+        return [] if dequantized is None else _lift_product(product, dequantized, DYNAMIC_BIAS_SLOT)
+    inputs = [source, dequantized, operands[-1], slots[MASK_SLOT], slots[PAST_SLOT]]
+    while inputs[-1] is None:
+        inputs.pop()
+    attention = _standard_op(op, "Attention", op.attrs, MICROSOFT_DOMAIN_OPS["Attention"])
+    graph.replace_op(replace(attention, domain=MICROSOFT_DOMAIN), inputs)
+    return [dequantized.op, op.name]
+
+
+def _dynamic_weight(lift: _Lift) -> TensorRef | None:
+    """Add the DequantizeLinear of the weight of an op with the inputs of a DynamicQuantizeMatMul, if it has one."""
     values, source, *others = lift.slots
     is_table = source is not None and source.graph == lift.graph.name and lift.graph.op(source.op).type == "Transpose"
     table = replace(lift, slots=(values, lift.graph.slots(source.op)[0], *others)) if source and is_table else lift
@@ -280,25 +319,13 @@ def _lift_dynamic_product(lift: _Lift) -> list[str]:
         or (is_table and not lift.suffix)
         or zero_points != (sizes if has_zero_points else None)
     ):
-        return []
+        return None
     attrs = {"axis": int(not (is_table or lift.suffix == TRANSPOSED_SUFFIX))} if sizes else {}
     constants = lift.as_read(weight, scale, zero_point)
     if lift.suffix == TRANSPOSED_SUFFIX and not is_table:
         read = partial(constant_value, weight)
         constants[0] = (weight, weight.outputs[0].dtype or "", shape[::-1], lambda: np.array(read().T, order="C"))
-    return _lift_product(lift, _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM})), DYNAMIC_BIAS_SLOT)
-
-
-def _lift_shared_dynamic_product(lift: _Lift) -> list[str]:
-    """Replace a MatMulIntegerToFloat of a tensor that a DynamicQuantizeLinear rounds, as one that rounds it itself."""
-    slots = [*lift.slots, *[None] * SHARED_DYNAMIC_SLOTS][:SHARED_DYNAMIC_SLOTS]
-    values, weight, scale, weight_scale, zero_point, *rest = slots
-    if values is None or values.graph != lift.graph.name or lift.graph.op(values.op).type != DYNAMIC_QUANTIZE:
-        return []
-    if (values, scale, zero_point) != tuple(values._replace(port=port) for port in range(3)):
-        return []
-    slots = [lift.graph.slots(values.op)[0], weight, weight_scale, *rest]
-    return _lift_dynamic_product(replace(lift, slots=tuple(slots)))
+    return _add_weight(table, (constants, attrs, {"form": DYNAMIC_FORM}))
 
 
 def _lift_lstm(lift: _Lift) -> list[str]:
@@ -402,7 +429,7 @@ def _add_weight(lift: _Lift, weight: _LayerWeight, number: int = 0) -> TensorRef
     dequantize = new_op(graph, name, dtype, constants[0][2], **fields)
     if lift.folded is not None:
         dequantize = replace(dequantize, name=lift.folded.name, outputs=lift.folded.outputs)
-        replace_op(graph, dequantize, inputs)
+        graph.replace_op(dequantize, inputs)
         return lift.shared.setdefault(key, TensorRef(graph.name, dequantize.name))
     return lift.shared.setdefault(key, graph.add_op(dequantize, inputs))
 
@@ -422,7 +449,7 @@ def _replace_layer(
         dequantized = _add_weight(lift, weight, number)
         inputs[slot] = dequantized
         names.append(dequantized.op)
-    replace_op(lift.graph, replace(_standard_op(lift.op, op_type, attrs, info), domain=domain), inputs)
+    lift.graph.replace_op(replace(_standard_op(lift.op, op_type, attrs, info), domain=domain), inputs)
     return [*dict.fromkeys(names), lift.op.name]
 
 
@@ -446,7 +473,10 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
     if lift.suffix == TABLE_SUFFIX:
         name = notes.get(TRANSPOSE_KEY, f"{op.name}/transpose")
         is_shared = name in graph and graph.op(name).type == "Transpose" and graph.slots(name) == [dequantized]
-        dequantized = TensorRef(graph.name, name) if is_shared else add_transpose(graph, name, dequantized)
+        if not is_shared:
+            name = add_transpose(graph, name, dequantized).op
+            graph.replace_op(_restored_op(graph, graph.op(name), TRANSPOSE_KEY, notes))
+        dequantized = TensorRef(graph.name, name)
         names.append(dequantized.op)
     inputs = [lift.slots[0], dequantized]
     product = replace(_standard_op(op, "MatMul"), channel_axis=1)
@@ -459,11 +489,20 @@ def _lift_product(lift: _Lift, dequantized: TensorRef, bias_slot: int) -> list[s
         name, output = notes.get(SUMMAND_KEYS[slot], f"{op.name}/product"), op.outputs[0]
         fields: dict[str, Any] = {"kind": product.kind, "type": product.type, "roles": product.roles, "channel_axis": 1}
         summand = new_op(graph, name, output.dtype, output.shape, **fields)
-        source = graph.add_op(summand if name in graph else replace(summand, name=name), inputs)
+        summand = summand if name in graph else replace(summand, name=name)
+        source = graph.add_op(_restored_op(graph, summand, SUMMAND_KEYS[slot], notes), inputs)
         names.append(source.op)
         product, inputs = _standard_op(op, "Add"), [source, *bias] if slot == 0 else [*bias, source]
-    replace_op(graph, product, inputs)
+    graph.replace_op(product, inputs)
     return [*names, op.name]
+
+
+def _restored_op(graph: Graph, op: Op, key: str, notes: Mapping[str, str]) -> Op:
+    """Return an op with the name of its value, the doc string and the metadata that `notes` have under `key`."""
+    own = {name.partition(":")[2]: text for name, text in notes.items() if name.startswith(f"{key}:")}
+    value = notes.get(f"{key}{REPLACED_VALUE}", "")
+    is_free = value and value not in graph.reserved_names
+    return replace(op, outputs=(replace(op.outputs[0], name=value),) if is_free else op.outputs, notes=own)
 
 
 def _lift_gather(lift: _Lift) -> list[str]:
@@ -505,7 +544,7 @@ def _replace_gather(lift: _Lift, dequantized: TensorRef) -> list[str]:
     """Replace a GatherBlockQuantized by a Gather of dequantized rows; return the names of both."""
     axis = int(lift.op.numeric_attr("gather_axis", 0))
     gather = _standard_op(lift.op, "Gather", {"axis": axis} if axis else {})
-    replace_op(lift.graph, gather, [dequantized, lift.slots[1]])
+    lift.graph.replace_op(gather, [dequantized, lift.slots[1]])
     return [dequantized.op, lift.op.name]
 
 
@@ -606,7 +645,7 @@ def _lift_folded(lift: _Lift) -> list[str]:
     fused_attrs = {"form": FOLDED_FORM}
     output = replace(op.outputs[0], dtype=scale_dtype.name, shape=shape)
     changes: dict[str, Any] = {**dequantize, "attrs": attrs, "outputs": (output,), "fused_attrs": fused_attrs}
-    replace_op(graph, replace(op, source=None, **changes), inputs)
+    graph.replace_op(replace(op, source=None, **changes), inputs)
     return [op.name]
 
 
@@ -658,9 +697,8 @@ def _folded_layout(
 
 _LIFTS: dict[tuple[str, str], Callable[[_Lift], list[str]]] = {
     (MICROSOFT_DOMAIN, "MatMulNBits"): _lift_matmul,
-    (MICROSOFT_DOMAIN, DYNAMIC_PRODUCT): _lift_dynamic_product,
-    (MICROSOFT_DOMAIN, SHARED_DYNAMIC_PRODUCT): _lift_shared_dynamic_product,
     (MICROSOFT_DOMAIN, DYNAMIC_LSTM): _lift_lstm,
+    **{(MICROSOFT_DOMAIN, name): _lift_dynamic_op for name in DYNAMIC_SLOTS},
     (MICROSOFT_DOMAIN, "QMoE"): _lift_moe,
     (MICROSOFT_DOMAIN, "GatherBlockQuantized"): _lift_gather,
     **{("", name): _lift_folded for name in ("Mul", "Reshape", "Slice")},
@@ -712,16 +750,6 @@ def _size(constant: Op) -> int:
     """Return the number of elements of a constant; 0 if it is unknown."""
     shape = fully_known_shape(constant.outputs[0].shape)
     return 0 if shape is None else math.prod(shape)
-
-
-def replace_op(graph: Graph, op: Op, inputs: Sequence[TensorRef | None]) -> None:
-    """Replace the op of the same name and all its inputs."""
-    graph.replace_op(op)
-    count = max(len(inputs), len(graph.slots(op.name)))
-    for slot, tensor in enumerate([*inputs, *[None] * (count - len(inputs))]):
-        graph.set_source(Use(graph.name, op.name, slot), tensor)
-    del graph.slots(op.name)[len(inputs) :]
-    graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(inputs), count))
 
 
 def remove_if_unread(model: Model, tensor: TensorRef) -> None:

@@ -25,6 +25,7 @@ from graphquant.formats.onnx.fused_ops import (
     MOE_WEIGHTS,
     OP_KEY,
     PACKED_SUFFIX,
+    REPLACED_VALUE,
     SHARED_DYNAMIC_PRODUCT,
     SUMMAND_KEYS,
     TABLE_SUFFIX,
@@ -37,12 +38,22 @@ from graphquant.formats.onnx.fused_ops import (
     constant_value,
     numpy_dtype,
     remove_if_unread,
-    replace_op,
 )
 from graphquant.formats.onnx.tensors import DTYPE_CODES
-from graphquant.ir import MATRIX_PRODUCT_KINDS, Model, Op, Output, Parameters, TensorRef, Use, fully_known_shape
+from graphquant.ir import (
+    MATRIX_PRODUCT_KINDS,
+    TABLE_KINDS,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    fully_known_shape,
+)
 from graphquant.numerics import IntType, QParams
 from graphquant.qdq import (
+    DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
     DYNAMIC_LSTM,
     DYNAMIC_PRODUCT,
@@ -50,9 +61,8 @@ from graphquant.qdq import (
     LAYER_WEIGHT_SLOTS,
     MIN_GATHER_BLOCK_SIZE,
     PackedWeight,
+    dynamic_op_type,
     fused_op_type,
-    is_dynamic_lstm,
-    is_dynamic_product,
     is_matrix_transpose,
     read_qparams,
 )
@@ -104,7 +114,7 @@ def _restore_unchanged(model: Model, graph: Graph, record: LiftedOp) -> None:
             return
     replaced = [slot for _, slots in record.replacements for slot in slots if slot is not None]
     for op, slots in record.fused:
-        replace_op(graph, op, slots)
+        graph.replace_op(op, slots)
         graph.rerouted_uses.difference_update(Use(graph.name, op.name, slot) for slot in range(len(slots)))
     for op, _ in reversed(record.replacements[:-1]):
         remove_if_unread(model, TensorRef(graph.name, op.name))
@@ -221,7 +231,7 @@ class _Weight:
             ends = ("start", 0), ("end", shape[axis]), ("axis", axis)
             last, inputs = "Slice", [values, *(self.add_sizes(name, [value]) for name, value in ends)]
         changes: dict[str, Any] = {"kind": last.lower(), "type": last, "domain": "", "roles": ("input",), "attrs": {}}
-        replace_op(graph, replace(dequantize, **changes, fused_attrs=None), inputs)
+        graph.replace_op(replace(dequantize, **changes, fused_attrs=None), inputs)
         for tensor in sources:
             remove_if_unread(self.model, tensor)
 
@@ -335,7 +345,10 @@ class _Weight:
         """
         graph, dequantize, model = self.graph, self.dequantize, self.model
         product = graph.op(use.op)
-        if not is_dynamic_product(graph, product, use.slot, read):
+        op_type = dynamic_op_type(graph, product, use.slot, read)
+        if op_type == DYNAMIC_ATTENTION and graph.source_of(use) == self.tensor:  # a transposed weight stays as it is
+            self.lower_dynamic_attention(product)
+        if op_type != DYNAMIC_PRODUCT:
             return
         constants, source = self.sources, graph.slots(product.name)[0]
         if graph.source_of(use) != self.tensor or product.numeric_attr("transB", 0):
@@ -352,17 +365,28 @@ class _Weight:
         inputs = [source, *constants, *[None] * (DYNAMIC_BIAS_SLOT - 1 - len(constants)), *bias]
         self.replace_product(use, result, _fused_op(result, DYNAMIC_PRODUCT, {}, dequantize), inputs)
 
+    def lower_dynamic_attention(self, attention: Op) -> None:
+        """Replace an Attention by a QAttention whose input is rounded in each run."""
+        data, scale, *zero_point = self.sources
+        fused = _fused_op(attention, DYNAMIC_ATTENTION, attention.attrs, self.dequantize)
+        source, _, bias, mask, past = [*self.graph.slots(attention.name), None, None][:5]
+        if source is None:
+            raise InternalError(f"{attention.name!r} has no input.")
+        values, step, zero = _add_rounded(self.graph, source, fused)
+        weight_zero = zero_point[0] if zero_point else None
+        self.graph.replace_op(fused, [values, data, bias, step, scale, mask, zero, weight_zero, past])
+
     def replace_product(self, use: Use, result: Op, fused: Op, inputs: Sequence[TensorRef | None]) -> None:
         """Replace the product of a use, or the Add `result` of its bias, by a fused op that has the names of both."""
         graph, product, weight = self.graph, self.graph.op(use.op), self.graph.source_of(use)
-        notes = {} if weight is None or weight == self.tensor else {TRANSPOSE_KEY: weight.op}
+        notes = {} if weight is None or weight == self.tensor else _replaced_notes(TRANSPOSE_KEY, self.model.op(weight))
         if result is not product:
             slot = graph.slots(result.name).index(TensorRef(graph.name, product.name))
-            notes[SUMMAND_KEYS[slot]] = product.name
+            notes |= _replaced_notes(SUMMAND_KEYS[slot], product)
         elif product.type != "MatMul":
             notes[OP_KEY] = " ".join([product.type, *product.attrs])
         fused = replace(fused, notes={**fused.notes, **notes})
-        replace_op(graph, fused, inputs)
+        graph.replace_op(fused, inputs)
         if result is not product:
             graph.remove_op(product.name)
 
@@ -379,7 +403,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
         read = packed._replace(axis=None if packed.axis is None else 1 - packed.axis, shape=(packed.shape or ())[::-1])
         uses += [(use, read) for tensor in turned for use in graph.consumers(tensor) if use.graph == graph.name]
     kinds = {graph.op(use.op).kind for use, _ in uses}
-    is_tied = packed.bits == BITS_PER_BYTE and "gather" in kinds and bool(kinds & MATRIX_PRODUCT_KINDS)
+    is_tied = packed.bits == BITS_PER_BYTE and bool(kinds & TABLE_KINDS) and bool(kinds & MATRIX_PRODUCT_KINDS)
     for use, read in ((use, read) for use, read in uses if use.op in graph):
         consumer = graph.op(use.op)
         if consumer.type in LAYER_WEIGHT_SLOTS:
@@ -388,7 +412,7 @@ def _lower_readers(weight: _Weight, parameters: Parameters, weights: dict[Tensor
                 return
         elif weight.form == DYNAMIC_FORM:
             weight.lower_dynamic_product(use, read, is_tied=is_tied)
-        elif not (is_tied and consumer.kind == "gather"):
+        elif not (is_tied and consumer.kind in TABLE_KINDS):
             weight.pack_reader(use, read)
     for tensor in turned:
         remove_if_unread(weight.model, tensor)
@@ -407,7 +431,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
         weight = _Weight.read(model, graph, model.op(tensor), parameters) if tensor.graph == graph.name else None
         if weight is None or weight.form != reader.form:
             return False
-        if not fused_op_type(graph, layer, slot, weight.packed) and not is_dynamic_lstm(layer, slot, weight.packed):
+        if not any(find_type(graph, layer, slot, weight.packed) for find_type in (fused_op_type, dynamic_op_type)):
             return False
         weights[slot] = lowered.get(tensor, weight)
     for weight in weights.values():
@@ -430,7 +454,7 @@ def _lower_layer(reader: _Weight, layer: Op, parameters: Parameters, lowered: di
         fused_attrs |= {"expert_weight_bits": packed.bits, "block_size": packed.block, "accuracy_level": level}
     op_type = "QMoE" if layer.kind == "moe" else DYNAMIC_LSTM
     marks = replace(ops[0], rule=rules.strip(), anchor=anchors.strip())
-    replace_op(graph, _fused_op(layer, op_type, fused_attrs, marks), inputs)
+    graph.replace_op(_fused_op(layer, op_type, fused_attrs, marks), inputs)
     for weight in weights.values():
         remove_if_unread(model, weight.tensor)
     return True
@@ -468,6 +492,12 @@ def _fused_op(op: Op, op_type: str, attrs: Mapping[str, Any], dequantize: Op) ->
     )
 
 
+def _replaced_notes(key: str, op: Op) -> dict[str, str]:
+    """Return the entries of a fused op for another op that it replaces, from which `_restored_op` gives it back."""
+    entries = {f"{key}{REPLACED_VALUE}": op.outputs[0].name, **{f"{key}:{k}": v for k, v in node_notes(op).items()}}
+    return {key: op.name} | entries
+
+
 def _share_rounded_inputs(graph: Graph) -> None:
     """Round a tensor once for all new dynamic products that read it, if that takes less time than once for each."""
     readers = dict[TensorRef, list[str]]()
@@ -477,18 +507,21 @@ def _share_rounded_inputs(graph: Graph) -> None:
             readers.setdefault(source, []).append(op.name)
     shared = {source: names for source, names in readers.items() if len(names) >= MIN_SHARED_READERS}
     for source, names in shared.items():
-        first = graph.op(names[0])
-        fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": first.rule}
-        rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
-        parameters = (("scale", "float32"), ("zero_point", "uint8"))
-        outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
-        rounded = replace(rounded, anchor=first.anchor, outputs=(*rounded.outputs, *outputs))
-        graph.add_op(rounded, [source])
-        values, scale, zero_point = (TensorRef(graph.name, rounded.name, port) for port in range(3))
+        values, scale, zero_point = _add_rounded(graph, source, graph.op(names[0]))
         for name in names:
             _, weight, weight_scale, *rest = graph.slots(name)
             inputs = [values, weight, scale, weight_scale, zero_point, *rest]
-            replace_op(graph, replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
+            graph.replace_op(replace(graph.op(name), type=SHARED_DYNAMIC_PRODUCT), inputs)
+
+
+def _add_rounded(graph: Graph, source: TensorRef, reader: Op) -> list[TensorRef]:
+    """Add the op that rounds a tensor to uint8 for a reader; return its values, scale and zero point."""
+    fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": reader.rule}
+    rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
+    parameters = (("scale", "float32"), ("zero_point", "uint8"))
+    outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
+    graph.add_op(replace(rounded, anchor=reader.anchor, outputs=(*rounded.outputs, *outputs)), [source])
+    return [TensorRef(graph.name, rounded.name, port) for port in range(3)]
 
 
 def _folded_shapes(

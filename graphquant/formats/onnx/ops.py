@@ -95,6 +95,9 @@ MICROSOFT_DOMAIN_OPS = {
     "GroupQueryAttention": OpInfo("attention", (*["input"] * 3, "state", "state", "other")),
     "MultiHeadAttention": OpInfo("attention", (*["input"] * 3, "bias", "other", "other", "state", "state", "other")),
     "Attention": OpInfo("attention", ("input", "weight", "bias", "other", "state", "other"), 1),
+    "EmbedLayerNormalization": OpInfo(
+        "embedding", ("indices", "indices", *["weight"] * 3, *_NORM_ROLES[1:], "other", "indices"), 0
+    ),
     "MoE": OpInfo("moe", ("input", "routing", *("weight", "bias") * 3), 1),
 }
 

@@ -22,7 +22,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.formats.onnx.fused_ops import unpack_elements
 from graphquant.formats.onnx.tensors import DTYPE_NAMES
-from graphquant.qdq import DYNAMIC_LSTM, DYNAMIC_PRODUCT, FusedForm
+from graphquant.qdq import DYNAMIC_FORM, FusedForm
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_BLOCKS
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def supports_fused_form(form: FusedForm) -> bool:
     On CPUs with AVX2 and without AVX-512, products of one row from 4-bit weights with zero points are wrong if their
     activations are rounded to int8 (microsoft/onnxruntime#29853).
     """
-    if form.op_type in {DYNAMIC_PRODUCT, DYNAMIC_LSTM}:  # all releases have them
+    if form.args.form == DYNAMIC_FORM:  # all releases have these ops
         return True
     bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
     narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits

@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import graphquant as gq
+from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
@@ -511,6 +512,34 @@ def test_strip_of_an_added_bias_is_the_source(
     ]
 
 
+@pytest.mark.parametrize("readers", ["", "r = Gather(w, i)", "s = Mul(w, c)", "s = Mul(t, c)"])
+@pytest.mark.parametrize(
+    ("dtype", "form", "block"),
+    [("uint4", "packed", 32), ("uint4", "folded", 32), ("int8", "dynamic", None), ("int8", "folded", None)],
+)
+def test_strip_of_weights_behind_a_transpose(
+    tmp_path: Path, readers: str, dtype: str, form: str, block: int | None
+) -> None:
+    """The result stores the transposed weight. `strip` proves that it has the values of the source's Transpose."""
+    weights = {"w": np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)}
+    outputs = {"r": "float[k, 64] r", "s": "float[p, q] s"}
+    others = ["float[n, 96] y", *(text for name, text in outputs.items() if readers.startswith(name))]
+    body = f"t = Transpose<perm = [1, 0]>(w) y = MatMul(x, t) {readers}"
+    message = parse(body, "float[n, 64] x, int64[k] i, float c", ", ".join(others), weights)
+    onnx.save(message, tmp_path / "float.onnx")
+    rules = write_rules(
+        tmp_path / "r.toml", dtype, f'form = "{form}"', block=block, per="block" if block else "channel"
+    )
+    text = rules.read_text().replace("matmul|gemm|conv", "matmul").replace('kind = "gather"', 'kind = "lrn"')
+    rules.write_text(text)
+    written = gq.insert(tmp_path / "float.onnx", rules=rules).save(tmp_path / "quant.onnx")
+    proof = prove_stripped(gq.strip(written), tmp_path / "float.onnx")
+    assert proof.holds
+    message.graph.initializer[0].CopyFrom(numpy_helper.from_array(2 * weights["w"], "w"))
+    onnx.save(message, tmp_path / "other.onnx")
+    assert not prove_stripped(gq.strip(written), tmp_path / "other.onnx").holds
+
+
 def test_strip_of_products_with_equal_names(tmp_path: Path) -> None:
     """Products of two branches may have one name, and a product may have the name of another value."""
     rng = np.random.default_rng(0)
@@ -553,10 +582,9 @@ def test_replaced_ops_keep_names_and_notes(tmp_path: Path, form: str, ir_version
     fused = {node.name: node for node in quantized.graph.node if node.domain == "com.microsoft"}
     assert {name: node.doc_string for name, node in fused.items()} == {f"name of {v}": f"doc of {v}" for v in "an"}
     stripped = onnx_format.emit(gq.strip(written, everything=True).model)
-    replaced = {"name of m", "name of t"}  # of these, only the names remain
     source, result = (
         {
-            (node.name, node.op_type): None if node.name in replaced else (node.doc_string, str(node.metadata_props))
+            (node.name, node.op_type, *node.output): (node.doc_string, str(node.metadata_props))
             for node in model.graph.node
         }
         for model in (message, stripped)
@@ -715,6 +743,81 @@ def test_dynamic_lstms(tmp_path: Path, direction: str, directions: int, columns:
     assert {op.kind for _, op in other_tool.reachable_ops()} >= {"lstm", "dequantize"}
     for ours, theirs in zip(run(onnx_format.emit(other_tool), feeds), tool, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+ATTENTION_RULES = LSTM_RULES.replace('"lstm", input = "weight|recurrent_weight"', '"attention", input = "weight"')
+
+
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+@pytest.mark.parametrize("form", ["plain", "masked", "past"])
+def test_dynamic_attention(tmp_path: Path, form: str, per: str) -> None:
+    """An Attention with dynamic activations loses no more than that of onnxruntime's tool, and is read as a pair."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "w": rng.normal(size=(32, 96), scale=0.2).astype(np.float32),
+        "b": rng.normal(size=96).astype(np.float32),
+    }
+    feeds = {"x": rng.normal(size=(2, 5, 32)).astype(np.float32)}
+    attrs, inputs, outputs = "num_heads = 4, scale = 0.4", "float[n, t, 32] x", "float[n, t, 32] y"
+    body = f"y = com.microsoft.Attention<{attrs}>(x, w, b)"
+    if form == "masked":
+        body, inputs = body.replace("b)", "b, m)"), f"{inputs}, int32[n, t] m"
+        feeds["m"] = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
+    elif form == "past":
+        body = f"y, s = com.microsoft.Attention<{attrs}, unidirectional = 1>(x, w, b, , p)"
+        inputs, outputs = f"{inputs}, float[2, n, 4, u, 8] p", f"{outputs}, float[2, n, 4, v, 8] s"
+        feeds["p"] = rng.normal(size=(2, 2, 4, 3, 8)).astype(np.float32)
+    onnx.save(parse(body, inputs, outputs, weights, opset=17), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(ATTENTION_RULES.format(per=per))
+    result = gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml")
+    message = onnx_format.emit(result.model)
+    assert op_counts(message) == {"DynamicQuantizeLinear": 1, "QAttention": 1}
+    tools = pytest.importorskip("onnxruntime.quantization", exc_type=ImportError)  # it needs sympy before 1.26
+    tools.quantize_dynamic(tmp_path / "float.onnx", tmp_path / "tool.onnx", per_channel=per == "channel")
+    expected, tool = (run(onnx.load(tmp_path / f"{name}.onnx"), feeds) for name in ("float", "tool"))
+    for reference, ours, others in zip(expected, run(message, feeds), tool, strict=True):
+        assert sqnr(reference, ours) > max(30, sqnr(reference, others) - 0.5)
+    written = gq.load(result.save(tmp_path / "dynamic.onnx", force=True))
+    assert Counter(op.kind for _, op in written.reachable_ops())["attention"] == 1
+    assert onnx_format.emit(written).SerializeToString() == message.SerializeToString()
+    assert prove_stripped(gq.strip(tmp_path / "dynamic.onnx"), tmp_path / "float.onnx").holds
+    for ours, theirs in zip(run(onnx_format.emit(gq.load(tmp_path / "tool.onnx")), feeds), tool, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("change", ["qkv_hidden_sizes = [32, 32, 32]", "summand"])
+def test_attention_without_a_dynamic_form_is_folded(tmp_path: Path, change: str) -> None:
+    """QAttention has neither other widths of values nor a summand of the scores."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(32, 96)).astype(np.float32), "b": rng.normal(size=96).astype(np.float32)}
+    weights |= {"s": rng.normal(size=(1, 4, 5, 5)).astype(np.float32)}
+    attrs = f"num_heads = 4, {change}" if "=" in change else "num_heads = 4"
+    operands = "x, w, b, , , s" if change == "summand" else "x, w, b"
+    body = f"y = com.microsoft.Attention<{attrs}>({operands})"
+    onnx.save(parse(body, "float[n, 5, 32] x", "float[n, 5, 32] y", weights, opset=17), tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(ATTENTION_RULES.format(per="channel"))
+    message = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml").model)
+    assert op_counts(message) == {"Cast": 1, "Mul": 1, "Attention": 1}
+    feeds = {"x": rng.normal(size=(2, 5, 32)).astype(np.float32)}
+    assert sqnr(run(onnx.load(tmp_path / "float.onnx"), feeds)[0], run(message, feeds)[0]) > 30
+
+
+def test_tables_of_a_fused_embedding_are_folded(tmp_path: Path) -> None:
+    """The tables of an EmbedLayerNormalization are stored in bytes, one that a product reads too only once."""
+    rng = np.random.default_rng(0)
+    shapes = {"words": (600, 32), "positions": (16, 32), "g": (32,), "b": (32,)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    body = """e, m = com.microsoft.EmbedLayerNormalization(ids, , words, positions, , g, b)
+        t = Transpose<perm = [1, 0]>(words) y = MatMul(e, t)"""
+    onnx.save(parse(body, "int32[n, 8] ids", "float[n, 8, 600] y", weights, opset=17), tmp_path / "float.onnx")
+    feeds = {"ids": rng.integers(0, 600, (3, 8)).astype(np.int32)}
+    expected = run(onnx.load(tmp_path / "float.onnx"), feeds)
+    for rules in ("weight_only_int4", "weight_only_int8", "dynamic"):
+        result = gq.insert(tmp_path / "float.onnx", rules=[rules])
+        assert model_constant_bytes(result.model) < 1.4 * 616 * 32  # with two scales for each row
+        path = result.save(tmp_path / "result.onnx", force=True)
+        assert sqnr(expected[0], run(onnx.load(path), feeds)[0]) > 25
+        assert prove_stripped(gq.strip(path), tmp_path / "float.onnx").holds
 
 
 def test_lstm_in_a_body_and_partly_excluded(tmp_path: Path) -> None:
