@@ -368,7 +368,8 @@ def _comparison_samples(
 ) -> ComparisonSamples:
     """Return at most `max_samples` samples of a hold-out, with its labels. With `join`, a run may have several samples.
 
-    Samples of a large model are not joined, because a comparison with a batch would create its sessions again.
+    Samples of a large model are not joined, because a comparison with a batch would create its sessions again. Its
+    quantized model runs first, before the sessions of the float model need memory.
     """
     batches, labels = open_labels(holdout, runner.inputs)
     # Data that was opened again with labels is not cut off where the hold-out ends.
@@ -380,6 +381,7 @@ def _comparison_samples(
         labels=labels,
         max_site_samples=SITE_SAMPLES,
         metric=holdout.metric,
+        concurrent=join,
     )
 
 

@@ -137,7 +137,8 @@ class OnnxRunner:
             with self._named_errors():
                 self._session = self._open_session(message, mode)
             if isinstance(self._session, SplitSession) and not self._session.kept:
-                del self._emission  # the message is large, and few models with so many pairs are observed
+                del self._emission, message  # it is large, and few models with so many pairs are observed
+                return_freed_memory()
 
     def create_timed_session(self) -> Any:
         """Return a new session to measure time."""
@@ -186,7 +187,9 @@ class OnnxRunner:
         numbered, self._numbered = self._numbered, None
         if numbered is None or self._session is None:
             return None
-        return numbered.load_optimized(_part_count(self._session))
+        part_count, self._session = _part_count(self._session), None
+        return_freed_memory()
+        return numbered.load_optimized(part_count)
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -585,7 +588,7 @@ class _NumberedModel:
 
     def __init__(self, model: Model, emission: Emission, options: Mapping[str, str], *, optimizes: bool = True) -> None:
         """Number the nodes of the message. Without `optimizes`, sessions write nothing."""
-        self._model, self._lookup, self._header = model, _number_nodes(emission), copy_header(emission.message)
+        self._model, self._lookup, self._header = model, _OpLookup(emission), copy_header(emission.message)
         self.folder = Path(mkdtemp())
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._path = self.folder / "optimized.onnx"
@@ -747,7 +750,7 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     emission = emit_message(model)
-    lookup = _number_nodes(emission)
+    lookup = _OpLookup(emission)
     data, external_bytes = serialize_for_session(emission.message)
     with TemporaryDirectory() as folder:
         profile = Path(folder, "run")
@@ -766,49 +769,52 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     return _sum_by_op(_op_durations(events), lookup, runs)
 
 
-class _OpLookup(NamedTuple):
-    """Ops of a message's nodes by node number, and tensors by the names of their values."""
+class _OpLookup:
+    """Ops of a message's nodes, which get numbers as names, and tensors by the names of their values."""
 
-    numbered: Sequence[TensorRef]  # an output of each op
-    tensors: Mapping[str, Mapping[str, TensorRef]]  # by graph and value name
+    def __init__(self, emission: Emission) -> None:
+        """Rename each node of an emitted model to a number."""
+        self._model, self._renamed_tensors = emission.model, emission.renamed_tensors
+        self._numbered: list[OpKey] = []
+        functions = [name for name, graph in self._model.graphs.items() if graph.is_function]
+        pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
+        for name, proto in pending:  # grows while bodies are visited
+            graph, producers = self._model.graphs[name], {value: tensor.op for value, tensor in self._values(name)}
+            for node in proto.node:
+                value = next(filter(None, node.output), "")
+                if value not in producers:  # the emitter adds an Identity for an output that reads a constant
+                    continue
+                node.name = f"@{len(self._numbered)}@"
+                self._numbered.append((name, producers[value]))
+                calls = {call.attr: call.graph for call in graph.op(producers[value]).calls}
+                if calls:
+                    pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
+
+    def _values(self, graph_name: str) -> Iterator[tuple[str, TensorRef]]:
+        """Yield the name and the tensor of each value of a graph."""
+        for op in self._model.graphs[graph_name].ops():
+            if op.kind == "constant" and not graph_name and op.name == op.outputs[0].name:
+                continue  # its value has the same name after optimizations, and there are many
+            for port, output in enumerate(op.outputs):
+                tensor = TensorRef(graph_name, op.name, port)
+                if name := self._renamed_tensors.get(tensor) or output.name:
+                    yield name, tensor
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, TensorRef]]:
+        """Tensors by graph and value name. They exist only when they are read, because a large model has many."""
+        return {name: dict(self._values(name)) for name in self._model.graphs}
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
         number_match = NODE_NUMBER.search(name)
-        known = number_match is not None and int(number_match[1]) < len(self.numbered)
-        return self.numbered[int(number_match[1])][:2] if number_match is not None and known else None
+        known = number_match is not None and int(number_match[1]) < len(self._numbered)
+        return self._numbered[int(number_match[1])] if number_match is not None and known else None
 
     def name_of_number(self, number_match: re.Match[str]) -> str:
         """Return the name of the op with a number in an error of onnxruntime, for messages."""
         op_key = self.numbered_op(number_match[0])
         return number_match[0] if op_key is None else qualified_op_name(*op_key)
-
-
-def _number_nodes(emission: Emission) -> _OpLookup:
-    """Rename each node of an emitted model to a number."""
-    model = emission.model
-    numbered: list[TensorRef] = []
-    tensors: dict[str, dict[str, TensorRef]] = {}
-    functions = [name for name, graph in model.graphs.items() if graph.is_function]
-    pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
-    for name, proto in pending:  # grows while bodies are visited
-        graph, known = model.graphs[name], tensors.setdefault(name, {})
-        for op in graph.ops():
-            if op.kind == "constant" and not name and op.name == op.outputs[0].name:
-                continue  # its value has the same name after optimizations, and there are many
-            for port, output in enumerate(op.outputs):
-                tensor = TensorRef(name, op.name, port)
-                known[emission.renamed_tensors.get(tensor) or output.name] = tensor
-        for node in proto.node:
-            value = next(filter(None, node.output), "")
-            if value not in known or not value:  # the emitter adds an Identity for an output that reads a constant
-                continue
-            node.name = f"@{len(numbered)}@"
-            numbered.append(known[value])
-            calls = {call.attr: call.graph for call in graph.op(known[value].op).calls}
-            if calls:
-                pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
-    return _OpLookup(numbered=numbered, tensors=tensors)
 
 
 def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
