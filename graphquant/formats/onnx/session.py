@@ -42,11 +42,14 @@ from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, 
 from graphquant.formats.onnx.reader import load, model_from_message
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import (
+    SessionPart,
     SplitSession,
     copy_header,
     count_pairs,
     create_split_session,
+    has_local_values,
     merge_graphs,
+    merge_neighbors,
     read_names,
 )
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
@@ -71,6 +74,7 @@ session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
 MAX_OPTIMIZED_PAIRS = 10_000  # maximum number of DequantizeLinear nodes of a model that is optimized as a whole
+PARTS_PER_OPTIMIZED_MODEL = 50  # number of parts of a very long model that are read at once after optimizations
 MAX_KEPT_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model in parts whose sessions exist at once
 FEEDS_PER_SPLIT_RUN = 32  # maximum number of feeds that pass a model in parts at once
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
@@ -182,14 +186,17 @@ class OnnxRunner:
                 raise
             raise ModelError(self._numbered.name_ops(str(error))) from error
 
-    def take_optimized(self) -> OptimizedModel | None:
-        """Return the model as onnxruntime optimized it for the runs so far, only once; None if that is not known."""
+    def take_optimized(self) -> Iterator[OptimizedModel] | None:
+        """Return the model as onnxruntime optimized it for the runs so far, only once; None if that is not known.
+
+        See `optimize_model`.
+        """
         numbered, self._numbered = self._numbered, None
         if numbered is None or self._session is None:
             return None
-        part_count, self._session = _part_count(self._session), None
+        session, self._session = self._session, None
         return_freed_memory()
-        return numbered.load_optimized(part_count)
+        return numbered.load_optimized(_session_parts(session))
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -607,13 +614,35 @@ class _NumberedModel:
             reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
             raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
 
-    def load_optimized(self, part_count: int) -> OptimizedModel:
-        """Return the model that the session, or those of the parts of the model, wrote."""
-        if not part_count:
+    def load_optimized(self, parts: Sequence[SessionPart]) -> Iterator[OptimizedModel]:
+        """Yield the model that the session, or those of the parts of the model, wrote; see `optimize_model`."""
+        ends = [self._lookup.number_after(part.last_node) for part in parts]
+        # Beyond its neighbors, no part has an effect on how ONNX Runtime runs the ops of a part.
+        is_local = len(self._model.graphs) == 1 and all(ends) and has_local_values(self._header, parts)
+        del parts  # the message of each part
+        if not (is_local and len(ends) > PARTS_PER_OPTIMIZED_MODEL):
+            merged = merge_graphs(self._header, map(self._read_part, range(len(ends)))) if ends else None
+            yield self._trace_optimized(merged)
+            return
+        starts = [0, *ends[:-1]]
+        for start in reversed(range(0, len(ends), PARTS_PER_OPTIMIZED_MODEL)):
+            stop = min(start + PARTS_PER_OPTIMIZED_MODEL, len(ends))
+            first, last = max(start - 1, 0), min(stop + 1, len(ends))
+            merged = merge_neighbors(self._header, [*map(self._read_part, range(first, last))])
+            yield self._trace_optimized(merged)._replace(
+                ops=self._lookup.numbered[starts[start] : ends[stop - 1]],
+                nearby_ops=self._lookup.numbered[starts[first] : ends[last - 1]],
+            )
+
+    def _read_part(self, number: int) -> Any:
+        """Return the ModelProto that the session of a part wrote."""
+        return ModelProto.FromString(_part_path(self._path, number).read_bytes())
+
+    def _trace_optimized(self, message: Any) -> OptimizedModel:
+        """Trace the ops and tensors of an optimized ModelProto, by default the one in the file, to the given model."""
+        if message is None:
             return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
-        paths = (_part_path(self._path, number) for number in range(part_count))
-        merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
-        optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
+        optimized = model_from_message(message, digest=self._model.digest, folder=self.folder, lift=False)
         return _trace_optimized(self._model, optimized, self._lookup)
 
 
@@ -636,8 +665,8 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
         weights.update((name, load()) for name, load in loaders.items())
     with numbered.session_errors():
         session = _create_session_or_parts(emission.message, folder, weights, numbered.mode)
-        for create, *_ in session.parts if isinstance(session, SplitSession) else ():
-            create()
+        for part in _session_parts(session):
+            part.create()
     return numbered, session
 
 
@@ -648,10 +677,16 @@ class OptimizedModel(NamedTuple):
     origins: Mapping[OpKey, OpKey]  # the op of the given model after which each optimized op is named
     # The tensor of the given model that each tensor computes, for those whose names survive.
     tensors: Mapping[TensorRef, TensorRef]
+    # Consecutive ops of the given model that it runs, and these with their neighbors; None for all ops.
+    ops: Sequence[OpKey] | None = None
+    nearby_ops: Sequence[OpKey] | None = None
 
 
-def optimize_model(model: Model, *, int8_activations: bool = False) -> OptimizedModel:
-    """Return the model as onnxruntime optimizes it for the CPU, without changes of layout.
+def optimize_model(model: Model, *, int8_activations: bool = False) -> Iterator[OptimizedModel]:
+    """Yield the model as onnxruntime optimizes it for the CPU, without changes of layout.
+
+    There are several models if it has very many parts, so that only some of the parts are in memory. The last ops come
+    first.
 
     Args:
         model: The model.
@@ -665,14 +700,13 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         return optimized
     options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
     numbered, session = _load_numbered(model, options | _optimization_options(model), optimizes=True)
-    part_count = _part_count(session)
-    del session  # it has the weights, which would be in memory twice
-    return numbered.load_optimized(part_count)
+    # A reference to the session would keep the weights, which would be in memory twice.
+    return numbered.load_optimized(_session_parts(session))
 
 
-def _part_count(session: Any) -> int:
-    """Return the number of parts of a session, 0 if it has the whole model."""
-    return len(session.parts) if isinstance(session, SplitSession) else 0
+def _session_parts(session: Any) -> Sequence[SessionPart]:
+    """Return the parts of a session, none if it has the whole model."""
+    return session.parts if isinstance(session, SplitSession) else ()
 
 
 def _optimization_options(model: Model) -> dict[str, str]:
@@ -775,7 +809,7 @@ class _OpLookup:
     def __init__(self, emission: Emission) -> None:
         """Rename each node of an emitted model to a number."""
         self._model, self._renamed_tensors = emission.model, emission.renamed_tensors
-        self._numbered: list[OpKey] = []
+        self.numbered: list[OpKey] = []  # the ops, in the order of the message
         functions = [name for name, graph in self._model.graphs.items() if graph.is_function]
         pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
         for name, proto in pending:  # grows while bodies are visited
@@ -784,8 +818,8 @@ class _OpLookup:
                 value = next(filter(None, node.output), "")
                 if value not in producers:  # the emitter adds an Identity for an output that reads a constant
                     continue
-                node.name = f"@{len(self._numbered)}@"
-                self._numbered.append((name, producers[value]))
+                node.name = f"@{len(self.numbered)}@"
+                self.numbered.append((name, producers[value]))
                 calls = {call.attr: call.graph for call in graph.op(producers[value]).calls}
                 if calls:
                     pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
@@ -808,8 +842,14 @@ class _OpLookup:
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
         number_match = NODE_NUMBER.search(name)
-        known = number_match is not None and int(number_match[1]) < len(self._numbered)
-        return self._numbered[int(number_match[1])] if number_match is not None and known else None
+        known = number_match is not None and int(number_match[1]) < len(self.numbered)
+        return self.numbered[int(number_match[1])] if number_match is not None and known else None
+
+    @staticmethod
+    def number_after(name: str) -> int:
+        """Return the number after that of a node, 0 if it has none."""
+        number_match = NODE_NUMBER.fullmatch(name)
+        return 0 if number_match is None else int(number_match[1]) + 1
 
     def name_of_number(self, number_match: re.Match[str]) -> str:
         """Return the name of the op with a number in an error of onnxruntime, for messages."""

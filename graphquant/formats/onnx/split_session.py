@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
@@ -27,19 +27,27 @@ OBSERVED_PART_NODES = 2000  # the same for a model without so many pairs, almost
 REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
 
 
+class SessionPart(NamedTuple):
+    """A part of a model."""
+
+    create: Callable[[], Any]  # returns its session
+    inputs: Sequence[str]  # names of its inputs, which earlier parts may return
+    outputs: Sequence[str]
+    last_node: str  # name of its last node
+
+
 @dataclass(frozen=True, slots=True)
 class SplitSession:
     """Parts that run one after the other."""
 
-    # A function that creates the session of each part, and its inputs, which earlier parts may return, and its outputs.
-    parts: Sequence[tuple[Callable[[], Any], Sequence[str], Sequence[str]]]
+    parts: Sequence[SessionPart]
     kept: bool = False  # False if only one session exists at a time, because all of them need much memory
 
     def run(self, names: Sequence[str], feeds: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """Return the outputs called `names` for each of `feeds`."""
         values = [dict(feed) for feed in feeds]
-        last_readers = {name: index for index, (_, inputs, _) in enumerate(self.parts) for name in inputs}
-        for index, (create, inputs, outputs) in enumerate(self.parts):
+        last_readers = {name: index for index, part in enumerate(self.parts) for name in part.inputs}
+        for index, (create, inputs, outputs, _) in enumerate(self.parts):
             session = create()
             for known in values:
                 results = session.run(outputs, {name: known[name] for name in inputs})
@@ -78,7 +86,7 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
             for name, code in codes.items()
             if code and tensor_dtype_to_np_dtype(code).isbuiltin == 1
         }
-        parts.append((create, sorted(inputs), list(codes)))
+        parts.append(SessionPart(create, sorted(inputs), list(codes), graph.node[-1].name))
     return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
 
 
@@ -90,6 +98,25 @@ def copy_header(message: Any) -> Any:
     header.graph.input.extend(message.graph.input)
     header.graph.output.extend(message.graph.output)
     return header
+
+
+def has_local_values(whole: Any, parts: Sequence[SessionPart]) -> bool:
+    """Return True if each part reads only the inputs of the ModelProto `whole` and the outputs of the part before."""
+    known = {info.name for info in whole.graph.input}
+    return all(known.union(part.outputs).issuperset(reader.inputs) for part, reader in pairwise(parts))
+
+
+def merge_neighbors(whole: Any, parts: Sequence[Any]) -> Any:
+    """Return a ModelProto of consecutive parts of `whole`, each a ModelProto: their nodes, inputs and outputs."""
+    header = ModelProto()
+    header.CopyFrom(whole)
+    del header.graph.input[:], header.graph.output[:]
+    inputs = {info.name: info for part in reversed(parts) for info in part.graph.input}
+    passed = {info.name for part in parts[:-1] for info in part.graph.output}
+    outputs = {info.name for info in (*whole.graph.output, *parts[-1].graph.output)}
+    header.graph.input.extend(info for name, info in inputs.items() if name not in passed)
+    header.graph.output.extend(info for part in parts for info in part.graph.output if info.name in outputs)
+    return merge_graphs(header, parts)
 
 
 def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
