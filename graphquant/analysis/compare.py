@@ -233,7 +233,6 @@ class ComparisonSamples(NamedTuple):
     footprint: RunFootprint  # footprint of a run of the float model
     labels: str = ""  # key of the labels in the dataset, or ""
     max_site_samples: int | None = None  # number of samples on which quantized tensors are measured, or None for all
-    concurrent: bool = True  # False to run the float model after the quantized one, so that less memory is needed
     metric: Metric | None = None  # the user's metric
 
 
@@ -271,7 +270,7 @@ def compare_runners(
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
         stack.enter_context(closing(quantized_feeds))
-        model_pair = ModelPairRunner(float_runner, quantized_runner, inputs, concurrent=samples.concurrent)
+        model_pair = ModelPairRunner(float_runner, quantized_runner, inputs)
         float_runner.start_sequence()
         quantized_outputs = quantized_runner.run_each(model_pair.quantized_feed(feed) for feed, _ in quantized_feeds)
         if sites is not None and site_runner is not None:
@@ -378,10 +377,8 @@ def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) ->
 class ModelPairRunner:
     """Run both models side by side, unobserved and observed."""
 
-    def __init__(
-        self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str], *, concurrent: bool
-    ) -> None:
-        self._float_runner, self._quantized_runner, self._concurrent = float_runner, quantized_runner, concurrent
+    def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str]) -> None:
+        self._float_runner, self._quantized_runner = float_runner, quantized_runner
         self._inputs = inputs
         self._sites: ComparedSites | None = None
         self._site_runner: Runner | None = None
@@ -439,13 +436,11 @@ class ModelPairRunner:
         self, feed: Feeds, outputs: Iterator[Mapping[str, Array]], pool: Executor, *, measure_sites: bool
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], Mapping[str, Array]]:
         """Return the next outputs of both models, and of the observed quantized one, whose tensors are measured."""
-        if self._concurrent and not (self._observations and measure_sites):
+        if not self._observations or not measure_sites:
             float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
             actual = next(outputs)
             return float_outputs.result(), actual, {}
         actual = next(outputs)
-        if not self._observations or not measure_sites:
-            return self._float_runner.run(self._without_labels(feed)), actual, {}
         if self._site_runner is not None and self._output_tensors and not self._observed_outputs_equal:
             self._site_runner.free_session(observing=True)  # the weights need not be in two sessions at a time
             return_freed_memory()

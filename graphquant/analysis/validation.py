@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from graphquant import formats
 from graphquant.analysis.compare import (
@@ -368,8 +371,7 @@ def _comparison_samples(
 ) -> ComparisonSamples:
     """Return at most `max_samples` samples of a hold-out, with its labels. With `join`, a run may have several samples.
 
-    Samples of a large model are not joined, because a comparison with a batch would create its sessions again. Its
-    quantized model runs first, before the sessions of the float model need memory.
+    Samples of a large model are not joined, because a comparison with a batch would create its sessions again.
     """
     batches, labels = open_labels(holdout, runner.inputs)
     # Data that was opened again with labels is not cut off where the hold-out ends.
@@ -381,7 +383,6 @@ def _comparison_samples(
         labels=labels,
         max_site_samples=SITE_SAMPLES,
         metric=holdout.metric,
-        concurrent=join,
     )
 
 
@@ -404,6 +405,50 @@ def _measure_scores(
 
 
 MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations
+
+
+class RecordedRunner:
+    """A runner that knows the outputs of some feeds, so that it needs no session for them."""
+
+    def __init__(self, runner: Runner, feeds: Iterable[Feeds]) -> None:
+        """Run `feeds`, at most until their outputs need much memory, and free the session."""
+        self._runner, recorded_bytes = runner, 0
+        self._outputs: dict[bytes, dict[str, Array]] = {}
+        for feed in feeds:
+            outputs = runner.run(feed)
+            recorded_bytes += sum(value.nbytes for value in outputs.values())
+            if recorded_bytes > MAX_CACHED_BYTES:
+                break
+            self._outputs[_feed_digest(feed)] = outputs
+        runner.free_session(only_large=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """Return the recorded outputs of one feed, or run it."""
+        return self._outputs.get(_feed_digest(feeds)) or self._runner.run(feeds)
+
+
+def _feed_digest(feed: Feeds) -> bytes:
+    return hashlib.sha256(pickle.dumps(sorted(feed.items()))).digest()
+
+
+def record_float_outputs(source: Model, holdout: HoldOut, bounds: Bounds) -> None:
+    """Run the float model of a large one on the samples of `validate_model`, which then needs no session of it.
+
+    Raises a DataError if a sample does not fit.
+    """
+    with suppress(MissingDependencyError, ModelError):  # the validation reports it
+        runner = formats.shared_runner(source, "source")
+        if with_selections(runner) is not runner or runner.start_sequence():
+            return
+        samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=False)
+        block_size = samples.footprint.block_size
+        blocks = [(0, -(-samples.dataset.count // block_size))]
+        feeds = block_feeds(samples.dataset, blocks, block_size, join_samples=False)
+        recorded = RecordedRunner(runner, (model_inputs(runner, feed) for feed, _ in feeds))
+        formats.share_runner(cast("Runner", recorded), "source")
 
 
 class FoldValidator:

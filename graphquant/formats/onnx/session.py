@@ -31,6 +31,7 @@ from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
 from graphquant.formats.onnx.external_data import (
     EXTERNAL_MIN_BYTES,
+    StoredBytes,
     constant_bytes,
     exceeds_read_bytes,
     store_zeros,
@@ -110,7 +111,7 @@ class OnnxRunner:
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
         self._numbered: _NumberedModel | None = None
-        # The model with its message as bytes, for its file; None for a model whose message is not large.
+        # The model with its message as `StoredBytes`, for its file; None for a model whose message is not large.
         self.serialized: Emission | None = None
         self._counted: tuple[Feeds, dict[TensorRef, int]] = {}, {}  # the last feed of `element_counts`, and its result
         self.inputs: Sequence[InputSpec] = input_specs(model)
@@ -125,7 +126,7 @@ class OnnxRunner:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
         if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
-            self.serialized = emission._replace(message=message_bytes(emission.message))
+            self.serialized = emission._replace(message=StoredBytes(message_bytes(emission.message)))
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
@@ -493,7 +494,14 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
-        create = partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
+        # The parts of a very long model need much memory together.
+        read_data: Callable[[], bytes] = partial(bytes, data)
+        if mode.optimized is not None and not kept:
+            read_data = StoredBytes(data, mode.optimized.parent).read
+
+        def create() -> Any:
+            return create_session(read_data(), folder, external_bytes, part_weights, mode=mode)
+
         return cache(create) if kept else create
 
     # Other runs of a small model create no sessions, and threads of its sessions need little memory.

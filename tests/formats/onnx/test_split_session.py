@@ -164,9 +164,7 @@ def test_validation_in_parts(name: str, kept: bool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("few_pairs_per_part")
 @pytest.mark.parametrize("parts_at_once", [1, 2, 1000])
 @pytest.mark.parametrize("residual", [False, True])
-def test_verdicts_in_parts(
-    residual: bool, parts_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdicts_in_parts(residual: bool, parts_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimized parts give the same verdicts as the optimized whole, also if they are read one after the other."""
     onnx.save(quantized_chain(residual=residual), tmp_path / "chain.onnx")
     model = gq.load(tmp_path / "chain.onnx")
