@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import pickle
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, tee
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
 
 from graphquant import formats
 from graphquant.analysis.compare import (
@@ -411,44 +411,29 @@ class RecordedRunner:
     """A runner that knows the outputs of some feeds, so that it needs no session for them."""
 
     def __init__(self, runner: Runner, feeds: Iterable[Feeds]) -> None:
-        """Run `feeds`, at most until their outputs need much memory, and free the session."""
-        self._runner, recorded_bytes = runner, 0
-        self._outputs: dict[bytes, dict[str, Array]] = {}
-        for feed in feeds:
-            outputs = runner.run(feed)
-            recorded_bytes += sum(value.nbytes for value in outputs.values())
-            if recorded_bytes > MAX_CACHED_BYTES:
-                break
-            self._outputs[_feed_digest(feed)] = outputs
+        """Run `feeds` and free the session."""
+        self._runner, self._records = runner, [(feed, runner.run(feed)) for feed in feeds]
         runner.free_session(only_large=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
-        """Return the recorded outputs of one feed, or run it."""
-        return self._outputs.get(_feed_digest(feeds)) or self._runner.run(feeds)
+        """Return the outputs of one feed, which is run if they are not known."""
+        same = (out for feed, out in self._records if all(np.array_equal(feed[name], feeds[name]) for name in feed))
+        return next(same, None) or self._runner.run(feeds)
 
 
-def _feed_digest(feed: Feeds) -> bytes:
-    return hashlib.sha256(pickle.dumps(sorted(feed.items()))).digest()
-
-
-def record_float_outputs(source: Model, holdout: HoldOut, bounds: Bounds) -> None:
-    """Run the float model of a large one on the samples of `validate_model`, which then needs no session of it.
+def record_float_outputs(source: Model, holdout: HoldOut) -> None:
+    """Run the float model on the samples of `validate_model`, which needs no session of it then.
 
     Raises a DataError if a sample does not fit.
     """
     with suppress(MissingDependencyError, ModelError):  # the validation reports it
         runner = formats.shared_runner(source, "source")
-        if with_selections(runner) is not runner or runner.start_sequence():
-            return
-        samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=False)
-        block_size = samples.footprint.block_size
-        blocks = [(0, -(-samples.dataset.count // block_size))]
-        feeds = block_feeds(samples.dataset, blocks, block_size, join_samples=False)
-        recorded = RecordedRunner(runner, (model_inputs(runner, feed) for feed, _ in feeds))
-        formats.share_runner(cast("Runner", recorded), "source")
+        if with_selections(runner) is runner and not runner.start_sequence():
+            feeds = (model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES))
+            formats.share_runner(cast("Runner", RecordedRunner(runner, feeds)), "source")
 
 
 class FoldValidator:

@@ -98,7 +98,7 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
         release_float_runners()
         return_freed_memory()  # from now on, only outputs are measured
         if data.validation_set is not None:
-            record_float_outputs(inputs.source, data.validation_set, inputs.objective.bounds)
+            record_float_outputs(inputs.source, data.validation_set)
             return_freed_memory()
     return search, workspace, findings
 

@@ -7,13 +7,10 @@ when they go to a weights file, or passed to onnxruntime as arrays.
 from __future__ import annotations
 
 import math
-import os
 import secrets
-import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,22 +55,6 @@ _DEFERRED_KEY = f"graphquant.later {secrets.token_hex(8)}"
 
 DeferredWeight = Op | Any
 """A constant whose value is added later: a new op, or an initializer of the source (a TensorProto)."""
-
-
-class StoredBytes:
-    """Bytes in a temporary file, where they need no memory. The file is deleted with this object."""
-
-    def __init__(self, data: bytes, folder: Path | None = None) -> None:
-        """Write the file to `folder`, by default that of temporary files."""
-        handle, name = mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        self._path = Path(name)
-        weakref.finalize(self, self._path.unlink, missing_ok=True)
-
-    def read(self) -> bytes:
-        """Return the bytes."""
-        return self._path.read_bytes()
 
 
 def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:

@@ -41,7 +41,7 @@ EXTERNALIZE_BYTES = 1 << 28
 def save(model: Model, path: Path, progress: Progress | None = None, emission: Emission | None = None) -> None:
     """Emit the model and write it to `path` atomically. In another folder, external data is linked or copied.
 
-    An `emission` of the model, with its message as `StoredBytes`, is written without emitting the model again.
+    An `emission` of the model, with its message as bytes, is written without emitting the model again.
     All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
     external data and there are many new weights. That file is complete before the model is written, and the weights
     file of a replaced model is deleted. Any model that is at `path` meanwhile still has its own weights file. Raises a
@@ -52,7 +52,7 @@ def save(model: Model, path: Path, progress: Progress | None = None, emission: E
         emission = emit_message(model, defer_weights=True)
     else:
         known = replace(emission.model, provenance=model.provenance, original_model=model.original_model)
-        emission = emission._replace(message=ModelProto.FromString(emission.message.read()), model=known)
+        emission = emission._replace(message=ModelProto.FromString(emission.message), model=known)
     message, folder = emission.message, model.source.folder
     external = serialization_form(path) == "protobuf" and _needs_external_weights(model, emission)
     if not external:

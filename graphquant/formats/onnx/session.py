@@ -31,7 +31,6 @@ from graphquant.formats import Feeds, InputSpec, OpProfile, prefetch, provenance
 from graphquant.formats.onnx.emitter import Emission, emit_message, node_bodies
 from graphquant.formats.onnx.external_data import (
     EXTERNAL_MIN_BYTES,
-    StoredBytes,
     constant_bytes,
     exceeds_read_bytes,
     store_zeros,
@@ -50,7 +49,6 @@ from graphquant.formats.onnx.split_session import (
     create_split_session,
     has_local_values,
     merge_graphs,
-    merge_neighbors,
     read_names,
 )
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
@@ -111,7 +109,7 @@ class OnnxRunner:
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
         self._numbered: _NumberedModel | None = None
-        # The model with its message as `StoredBytes`, for its file; None for a model whose message is not large.
+        # The model with its message as bytes, for its file; None for a model whose message is not large.
         self.serialized: Emission | None = None
         self._counted: tuple[Feeds, dict[TensorRef, int]] = {}, {}  # the last feed of `element_counts`, and its result
         self.inputs: Sequence[InputSpec] = input_specs(model)
@@ -126,7 +124,7 @@ class OnnxRunner:
         """The model as a message without large weights."""
         emission = emit_message(self.model, defer_weights=True)
         if count_pairs(emission.message) > MAX_OPTIMIZED_PAIRS:
-            self.serialized = emission._replace(message=StoredBytes(message_bytes(emission.message)))
+            self.serialized = emission._replace(message=message_bytes(emission.message))
         read_names = _read_weight_names(emission)
         self._external_weights = take_session_weights(emission.message, emission.deferred, read_names)
         return emission
@@ -495,14 +493,12 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
         # The parts of a very long model need much memory together.
-        read_data: Callable[[], bytes] = partial(bytes, data)
-        if mode.optimized is not None and not kept:
-            read_data = StoredBytes(data, mode.optimized.parent).read
-
-        def create() -> Any:
-            return create_session(read_data(), folder, external_bytes, part_weights, mode=mode)
-
-        return cache(create) if kept else create
+        create = partial(create_session, folder=folder, external_bytes=external_bytes, weights=part_weights, mode=mode)
+        if mode.optimized is not None and part is not message:  # all parts of a very long model need much memory
+            path = mode.optimized.with_suffix(".part")
+            path.write_bytes(data)
+            return lambda: create(path.read_bytes())
+        return cache(partial(create, data)) if kept else partial(create, data)
 
     # Other runs of a small model create no sessions, and threads of its sessions need little memory.
     kept = mode.watched or count_pairs(message) <= MAX_KEPT_PAIRS
@@ -624,34 +620,29 @@ class _NumberedModel:
 
     def load_optimized(self, parts: Sequence[SessionPart]) -> Iterator[OptimizedModel]:
         """Yield the model that the session, or those of the parts of the model, wrote; see `optimize_model`."""
-        ends = [self._lookup.number_after(part.last_node) for part in parts]
-        # Beyond its neighbors, no part has an effect on how ONNX Runtime runs the ops of a part.
-        is_local = len(self._model.graphs) == 1 and all(ends) and has_local_values(self._header, parts)
-        del parts  # the message of each part
-        if not (is_local and len(ends) > PARTS_PER_OPTIMIZED_MODEL):
-            merged = merge_graphs(self._header, map(self._read_part, range(len(ends)))) if ends else None
-            yield self._trace_optimized(merged)
+        if not parts:
+            yield _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
             return
-        starts = [0, *ends[:-1]]
-        for start in reversed(range(0, len(ends), PARTS_PER_OPTIMIZED_MODEL)):
-            stop = min(start + PARTS_PER_OPTIMIZED_MODEL, len(ends))
-            first, last = max(start - 1, 0), min(stop + 1, len(ends))
-            merged = merge_neighbors(self._header, [*map(self._read_part, range(first, last))])
-            yield self._trace_optimized(merged)._replace(
-                ops=self._lookup.numbered[starts[start] : ends[stop - 1]],
-                nearby_ops=self._lookup.numbered[starts[first] : ends[last - 1]],
+        starts = [0, *(self._lookup.number_after(part.last_node) for part in parts)]
+        # ONNX Runtime changes the ops of a part for those of its neighbors at most.
+        is_local = len(self._model.graphs) == 1 and 0 not in starts[1:] and has_local_values(self._header, parts)
+        count, size = len(parts), PARTS_PER_OPTIMIZED_MODEL if is_local else len(parts)
+        del parts
+        for start in reversed(range(0, count, size)):
+            stop = min(start + size, count)
+            first, last = max(start - 1, 0), min(stop + 1, count)
+            messages = (ModelProto.FromString(_part_path(self._path, n).read_bytes()) for n in range(first, last))
+            merged = merge_graphs(self._header, messages)
+            optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
+            traced = _trace_optimized(self._model, optimized, self._lookup)
+            ops = self._lookup.numbered
+            yield (
+                traced
+                if size == count
+                else traced._replace(
+                    ops=ops[starts[start] : starts[stop]], nearby_ops=ops[starts[first] : starts[last]]
+                )
             )
-
-    def _read_part(self, number: int) -> Any:
-        """Return the ModelProto that the session of a part wrote."""
-        return ModelProto.FromString(_part_path(self._path, number).read_bytes())
-
-    def _trace_optimized(self, message: Any) -> OptimizedModel:
-        """Trace the ops and tensors of an optimized ModelProto, by default the one in the file, to the given model."""
-        if message is None:
-            return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
-        optimized = model_from_message(message, digest=self._model.digest, folder=self.folder, lift=False)
-        return _trace_optimized(self._model, optimized, self._lookup)
 
 
 def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:

@@ -108,28 +108,23 @@ def has_local_values(whole: Any, parts: Sequence[SessionPart]) -> bool:
     return all(known.union(part.outputs).issuperset(reader.inputs) for part, reader in pairwise(parts))
 
 
-def merge_neighbors(whole: Any, parts: Sequence[Any]) -> Any:
-    """Return a ModelProto of consecutive parts of `whole`, each a ModelProto: their nodes, inputs and outputs."""
-    header = ModelProto()
-    header.CopyFrom(whole)
-    del header.graph.input[:], header.graph.output[:]
-    inputs = {info.name: info for part in reversed(parts) for info in part.graph.input}
-    passed = {info.name for part in parts[:-1] for info in part.graph.output}
-    outputs = {info.name for info in (*whole.graph.output, *parts[-1].graph.output)}
-    header.graph.input.extend(info for name, info in inputs.items() if name not in passed)
-    header.graph.output.extend(info for part in parts for info in part.graph.output if info.name in outputs)
-    return merge_graphs(header, parts)
-
-
 def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
-    """Return a ModelProto with the inputs and outputs of `whole`, and the nodes of its parts, each a ModelProto.
+    """Return a ModelProto with the nodes of consecutive parts of the ModelProto `whole`, each a ModelProto.
 
-    Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later part
-    are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
+    It has the inputs of `whole`, those that the parts read from other parts, and the outputs of `whole` and of the last
+    part. Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later
+    part are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
     """
     result = copy_header(whole)
+    del result.graph.output[:]
+    values, outputs = ({info.name for info in infos} for infos in (whole.graph.input, whole.graph.output))
     known: dict[str, bytes] = {}  # the serialized initializer or node that gives each value
+    last_outputs: list[Any] = []
     for index, part in enumerate(parts):
+        result.graph.input.extend(info for info in part.graph.input if info.name not in values)
+        result.graph.output.extend(info for info in part.graph.output if info.name in outputs)
+        values.update(info.name for info in (*part.graph.input, *part.graph.output))
+        last_outputs = [info for info in part.graph.output if info.name not in outputs]
         renames: dict[str, str] = {}
         for opset in part.opset_import:  # ONNX Runtime adds the domains of its own ops
             if opset.domain not in {other.domain for other in result.opset_import}:
@@ -150,6 +145,7 @@ def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
                 entry.name = renames.get(entry.name, entry.name)
                 result.graph.initializer.append(entry)
             known.update((renames.get(name, name), data) for name in names)
+    result.graph.output.extend(last_outputs)
     return result
 
 
