@@ -334,6 +334,7 @@ class OnnxRunner:
                 self._session = None
             if self._session is None and self._full_watch is None and self._flagged_watch is None:
                 self._weights.clear()
+                vars(self).pop("_emission", None)
 
 
 def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
@@ -492,7 +493,6 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
-        # The parts of a very long model need much memory together.
         create = partial(create_session, folder=folder, external_bytes=external_bytes, weights=part_weights, mode=mode)
         if mode.optimized is not None and part is not message:  # all parts of a very long model need much memory
             path = mode.optimized.with_suffix(".part")
@@ -636,13 +636,10 @@ class _NumberedModel:
             optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
             traced = _trace_optimized(self._model, optimized, self._lookup)
             ops = self._lookup.numbered
-            yield (
-                traced
-                if size == count
-                else traced._replace(
-                    ops=ops[starts[start] : starts[stop]], nearby_ops=ops[starts[first] : starts[last]]
-                )
-            )
+            if size < count:
+                inner, nearby = ops[starts[start] : starts[stop]], ops[starts[first] : starts[last]]
+                traced = traced._replace(ops=inner, nearby_ops=nearby)
+            yield traced
 
 
 def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:
