@@ -245,7 +245,7 @@ class Graph:
         self, name: str, inputs: Sequence[TensorRef | None], *, control_sources: Iterable[str] = ()
     ) -> None:
         """Connect the inputs of an op that was added without them. Loops need their ops before their edges."""
-        self._slots[name] = list(inputs)
+        self._slots[name] = list(inputs) or self._slots[name]
         for slot, tensor in enumerate(inputs):
             if tensor is not None and tensor.graph == self.name and tensor.op in self._ops:  # nearly all
                 self._add_edge(tensor.op, name, slot, tensor.port)

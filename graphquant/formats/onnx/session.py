@@ -493,12 +493,12 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
-        create = partial(create_session, folder=folder, external_bytes=external_bytes, weights=part_weights, mode=mode)
         if mode.optimized is not None and part is not message:  # all parts of a very long model need much memory
             path = mode.optimized.with_suffix(".part")
             path.write_bytes(data)
-            return lambda: create(path.read_bytes())
-        return cache(partial(create, data)) if kept else partial(create, data)
+            return lambda: create_session(path.read_bytes(), folder, external_bytes, part_weights, mode=mode)
+        create = partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
+        return cache(create) if kept else create
 
     # Other runs of a small model create no sessions, and threads of its sessions need little memory.
     kept = mode.watched or count_pairs(message) <= MAX_KEPT_PAIRS
@@ -809,7 +809,7 @@ class _OpLookup:
         functions = [name for name, graph in self._model.graphs.items() if graph.is_function]
         pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
         for name, proto in pending:  # grows while bodies are visited
-            graph, producers = self._model.graphs[name], {value: tensor.op for value, tensor in self._values(name)}
+            graph, producers = self._model.graphs[name], {value: op for value, op, _ in self._values(name)}
             for node in proto.node:
                 value = next(filter(None, node.output), "")
                 if value not in producers:  # the emitter adds an Identity for an output that reads a constant
@@ -820,20 +820,23 @@ class _OpLookup:
                 if calls:
                     pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
 
-    def _values(self, graph_name: str) -> Iterator[tuple[str, TensorRef]]:
-        """Yield the name and the tensor of each value of a graph."""
+    def _values(self, graph_name: str) -> Iterator[tuple[str, str, int]]:
+        """Yield the name of each value of a graph, and the op and the port that return it."""
         for op in self._model.graphs[graph_name].ops():
             if op.kind == "constant" and not graph_name and op.name == op.outputs[0].name:
                 continue  # its value has the same name after optimizations, and there are many
             for port, output in enumerate(op.outputs):
-                tensor = TensorRef(graph_name, op.name, port)
-                if name := self._renamed_tensors.get(tensor) or output.name:
-                    yield name, tensor
+                name = self._renamed_tensors.get(TensorRef(graph_name, op.name, port)) or output.name
+                if name:
+                    yield name, op.name, port
 
     @cached_property
     def tensors(self) -> Mapping[str, Mapping[str, TensorRef]]:
         """Tensors by graph and value name. They exist only when they are read, because a large model has many."""
-        return {name: dict(self._values(name)) for name in self._model.graphs}
+        return {
+            name: {value: TensorRef(name, op, port) for value, op, port in self._values(name)}
+            for name in self._model.graphs
+        }
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
