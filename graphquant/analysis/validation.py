@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
 
 from graphquant import formats
 from graphquant.analysis.compare import (
@@ -402,6 +405,35 @@ def _measure_scores(
 
 
 MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that stay in memory between validations
+
+
+class RecordedRunner:
+    """A runner that knows the outputs of some feeds, so that it needs no session for them."""
+
+    def __init__(self, runner: Runner, feeds: Iterable[Feeds]) -> None:
+        """Run `feeds` and free the session."""
+        self._runner, self._records = runner, [(feed, runner.run(feed)) for feed in feeds]
+        runner.free_session(only_large=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """Return the outputs of one feed, which is run if they are not known."""
+        same = (out for feed, out in self._records if all(np.array_equal(feed[name], feeds[name]) for name in feed))
+        return next(same, None) or self._runner.run(feeds)
+
+
+def record_float_outputs(source: Model, holdout: HoldOut) -> None:
+    """Run the float model on the samples of `validate_model`, which needs no session of it then.
+
+    Raises a DataError if a sample does not fit.
+    """
+    with suppress(MissingDependencyError, ModelError):  # the validation reports it
+        runner = formats.shared_runner(source, "source")
+        if with_selections(runner) is runner and not runner.start_sequence():
+            feeds = (model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES))
+            formats.share_runner(cast("Runner", RecordedRunner(runner, feeds)), "source")
 
 
 class FoldValidator:

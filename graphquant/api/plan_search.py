@@ -17,6 +17,7 @@ from graphquant.analysis.validation import (
     Bounds,
     Validation,
     has_few_sites,
+    record_float_outputs,
     validate_model,
 )
 from graphquant.api.calibrate import calibrate_command_line
@@ -96,6 +97,9 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
     if not has_few_sites(len(inputs.plan.sites)):
         release_float_runners()
         return_freed_memory()  # from now on, only outputs are measured
+        if data.validation_set is not None:
+            record_float_outputs(inputs.source, data.validation_set)
+            return_freed_memory()
     return search, workspace, findings
 
 

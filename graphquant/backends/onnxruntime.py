@@ -90,11 +90,13 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
     # imported when needed, because onnxruntime is slow to import
     from graphquant.formats.onnx import optimize_model
 
-    optimized = _explain_rejection(partial(optimize_model, model, int8_activations=int8))
-    verdicts = _RuntimeJudge(model, optimized).verdicts()
-    # Graphs refer to each other, so that only a garbage collection, which is paused, would free them.
-    optimized.model.graphs.clear()
-    return verdicts
+    parameters, verdicts = Parameters(model), dict[OpKey, Verdict]()
+    for optimized in _explain_rejection(partial(optimize_model, model, int8_activations=int8)):
+        verdicts |= _RuntimeJudge(model, optimized, parameters).verdicts()
+        # Graphs refer to each other, so that only a garbage collection, which is paused, would free them.
+        optimized.model.graphs.clear()
+    keys = ((graph.name, op.name) for graph, op in model.reachable_ops())
+    return tuple(verdicts[key] for key in keys if key in verdicts)
 
 
 def load_in_onnxruntime(model: Model) -> None:
@@ -120,10 +122,10 @@ def _explain_rejection(load: Callable[[], ResultT]) -> ResultT:
 
 
 class _RuntimeJudge:
-    """Verdicts on the ops of a model, from its optimized form."""
+    """Verdicts on the ops of a model, or on some of them, from its optimized form."""
 
-    def __init__(self, model: Model, optimized: OptimizedModel) -> None:
-        self.model, self.optimized, self.parameters = model, optimized, Parameters(model)
+    def __init__(self, model: Model, optimized: OptimizedModel, parameters: Parameters) -> None:
+        self.model, self.optimized, self.parameters = model, optimized, parameters
         self.quantizations = QuantizationReader(optimized.model)
         self.own_ops: dict[OpKey, OpKey] = {}
         for key, origin in optimized.origins.items():
@@ -137,10 +139,11 @@ class _RuntimeJudge:
             if optimized.model.op(result).kind not in {"input", "constant", "output"}
         }
         self.hosts: dict[OpKey, OpKey | None] = {}
-        for name in reversed(model.reachable_graphs()):
-            for op_name in reversed(model.graphs[name].topological_order()):
-                if model.graphs[name].op(op_name).kind != "constant":
-                    self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
+        graphs = (model.graphs[name] for name in model.reachable_graphs())
+        ops = optimized.nearby_ops or [(graph.name, name) for graph in graphs for name in graph.topological_order()]
+        for name, op_name in reversed(ops):
+            if model.graphs[name].op(op_name).kind != "constant":
+                self.hosts[name, op_name] = self._find_host(model.graphs[name], op_name)
 
     def _find_host(self, graph: Graph, name: str) -> OpKey | None:
         """Return the op of the optimized model that does the work of an op; None if it was removed."""
@@ -167,10 +170,10 @@ class _RuntimeJudge:
     def _host_op(self, key: OpKey) -> Op:
         return self.optimized.model.graphs[key[0]].op(key[1])
 
-    def verdicts(self) -> tuple[Verdict, ...]:
-        return tuple(
-            self._judge(graph, op) for graph, op in self.model.reachable_ops() if self._needs_verdict(graph, op)
-        )
+    def verdicts(self) -> dict[OpKey, Verdict]:
+        keys = self.hosts if self.optimized.ops is None else self.optimized.ops
+        ops = ((self.model.graphs[graph], self.model.graphs[graph].op(name)) for graph, name in keys)
+        return {(graph.name, op.name): self._judge(graph, op) for graph, op in ops if self._needs_verdict(graph, op)}
 
     def _needs_verdict(self, graph: Graph, op: Op) -> bool:
         """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""

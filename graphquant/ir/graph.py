@@ -246,10 +246,8 @@ class Graph:
         self, name: str, inputs: Sequence[TensorRef | None], *, control_sources: Iterable[str] = ()
     ) -> None:
         """Connect the inputs of an op that was added without them. Loops need their ops before their edges."""
-        slots = self.slots(name)
-        slots.extend([None] * len(inputs))
+        self._slots[name] = list(inputs) or self._slots[name]
         for slot, tensor in enumerate(inputs):
-            slots[slot] = tensor
             if tensor is not None and tensor.graph == self.name and tensor.op in self._ops:  # nearly all
                 self._add_edge(tensor.op, name, slot, tensor.port)
             elif tensor is not None:

@@ -227,10 +227,13 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
     Without rounding, nothing changes. The float function changes by the amount that compensates the rounding.
     """
     weighted_ops = list(find_weighted_ops(edits.model, edits.solution))
-    store = BiasStore(edits)
     reasons = {weighted.weight: weighted.no_bias_reason for weighted in weighted_ops if weighted.bias is None}
     usable = [weighted for weighted in weighted_ops if weighted.weight not in reasons]
-    float_means, rounded_means = _isolated_means(edits, usable, samples) if usable else ({}, {})
+    if not usable:  # no copy of the model
+        skipped = (skipped_target(BIAS_CORRECTION, op.name, reasons[op.weight]) for op in weighted_ops)
+        return replace(edits, results=(*edits.results, *skipped))
+    store = BiasStore(edits)
+    float_means, rounded_means = _isolated_means(edits, usable, samples)
     corrected_ops = []
     for weighted in usable:
         reason = _correct_bias(store, weighted, float_means, rounded_means)

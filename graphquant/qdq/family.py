@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from sys import intern
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict, StrictFloat
@@ -188,7 +189,8 @@ def new_op(graph: Graph, name: str, dtype: str | None, shape: Shape | None, **fi
 def new_constant(graph: Graph, name: str, value: Array, *, op_type: str, rule: str) -> Op:
     """Return a constant op with `value`, named `name` or the next free name."""
     fields: dict[str, Any] = {"kind": "constant", "type": op_type, "roles": (), "rule": rule}
-    return new_op(graph, name, str(value.dtype), value.shape, read_value=value.view, **fields)
+    # Equal names of types are one object.
+    return new_op(graph, name, intern(str(value.dtype)), value.shape, read_value=value.view, **fields)
 
 
 def add_constant(

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from sys import intern
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from graphquant.ir import fully_known_shape
+from graphquant.ir import NO_ATTRS, fully_known_shape
 from graphquant.numerics import (
     FLOAT4_NAME,
     MIN_BITS,
@@ -121,8 +122,8 @@ class OnnxFamily(QDQFamily):
         integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
         shape = () if _is_single_block(params) else params.scale.shape
         # The scale's type is the tensor's. A copy of the scales of all blocks would be a sixteenth of the model.
-        scales = params.scale.astype(np.dtype(source_output.dtype), copy=False).reshape(shape)
-        zero_points = params.zero_point.astype(integer_dtype).reshape(shape)
+        scales = params.scale.reshape(shape).astype(np.dtype(source_output.dtype), copy=False)
+        zero_points = params.zero_point.reshape(shape).astype(integer_dtype)  # keeps no other array
         scale_type = site.args.scale_type if shape else None
         scale = _add_scales(graph, site, scales, scale_type)
         zero_point = _add_site_constant(graph, site, "zero_point", zero_points)
@@ -140,7 +141,7 @@ class OnnxFamily(QDQFamily):
         fields: dict[str, Any] = {
             "domain": MICROSOFT_DOMAIN if in_microsoft_domain else "",
             "roles": ("input", "scale", "zero_point"),
-            "attrs": {name: value for name, value in attrs.items() if value is not None},
+            "attrs": {name: value for name, value in attrs.items() if value is not None} or NO_ATTRS,
             "rule": site.rule,
         }
         dtype, tensor_shape = source_output.dtype, source_output.shape
@@ -153,7 +154,7 @@ class OnnxFamily(QDQFamily):
                 data = graph.add_op(new_op(graph, f"{site.name}/float32", "float32", tensor_shape, **cast), [data])
                 step = _add_site_constant(graph, site, "scale_float32", scales.astype(np.float32))
             fields |= {"kind": "quantize", "type": "QuantizeLinear"}
-            op = new_op(graph, site.name, integer_dtype.name, tensor_shape, **fields)
+            op = new_op(graph, site.name, intern(integer_dtype.name), tensor_shape, **fields)
             source = graph.add_op(op, [_add_clip(graph, site, data), step, zero_point])
         fields |= {"kind": "dequantize", "type": "DequantizeLinear"}
         op = new_op(graph, f"{site.name}/dequant", dtype, tensor_shape, **fields)

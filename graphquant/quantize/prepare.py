@@ -350,6 +350,8 @@ def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, 
             check_invariants(changed, name)
             applied.extend(new_steps)
     if not applied:
+        if changed is not model:
+            changed.graphs.clear()  # they refer to each other, so that only a garbage collection would free the copy
         return model, ()
     _record_positions(model, applied)
     changed.digest = prepared_digest(model.digest, applied)

@@ -12,7 +12,9 @@ from graphquant.analysis import compare
 from graphquant.analysis.compare import outputs_equal
 from graphquant.analysis.comparison import ErrorSums
 from graphquant.analysis.site_errors import _add_runs, _rescaled_tensors, match_sites
+from graphquant.analysis.validation import record_float_outputs
 from graphquant.calibration.data import open_data
+from graphquant.calibration.holdout import split_holdout
 from graphquant.calibration.memory import estimate_footprint
 from graphquant.formats.onnx.session import OnnxRunner
 
@@ -148,3 +150,21 @@ def test_outputs_can_be_watched(samples: Path, name: str) -> None:
 def test_foreign_metadata_is_ignored(said: str) -> None:
     """A note in a model may be anything."""
     assert _rescaled_tensors({"scaled": said}) == frozenset()
+
+
+def test_recorded_float_outputs(samples: Path) -> None:
+    """The recorded outputs are those of the model, which needs no session for them; other feeds are run."""
+    source = gq.load(samples / "digits_cnn.onnx")
+    dataset = open_data(f"{samples / 'digits_cnn'}_calib.npz", formats.format_module("onnx").input_specs(source))
+    _, holdout = split_holdout("", None, dataset)
+    feed, other = next(iter(holdout.samples(1))), next(iter(dataset))
+    expected = formats.create_runner(source).run(feed)
+    with formats.shared_runners():
+        record_float_outputs(source, holdout)
+        runner: Any = formats.shared_runner(source, "source")
+        outputs = runner.run(feed)
+        assert runner._session is None
+        assert runner.run(other).keys() == expected.keys() == outputs.keys()
+        assert runner._session is not None
+    for name, value in expected.items():
+        np.testing.assert_array_equal(outputs[name], value)

@@ -42,10 +42,12 @@ from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, 
 from graphquant.formats.onnx.reader import load, model_from_message
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import (
+    SessionPart,
     SplitSession,
     copy_header,
     count_pairs,
     create_split_session,
+    has_local_values,
     merge_graphs,
     read_names,
 )
@@ -71,6 +73,7 @@ session are interleaved in its memory, which fragments it."""
 
 MAX_COPIED_TENSORS = 1 << 12  # Maximum number of watched tensors for which there are such sessions.
 MAX_OPTIMIZED_PAIRS = 10_000  # maximum number of DequantizeLinear nodes of a model that is optimized as a whole
+PARTS_PER_OPTIMIZED_MODEL = 50  # number of parts of a very long model that are read at once after optimizations
 MAX_KEPT_PAIRS = 4000  # maximum number of DequantizeLinear nodes of a model in parts whose sessions exist at once
 FEEDS_PER_SPLIT_RUN = 32  # maximum number of feeds that pass a model in parts at once
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
@@ -137,7 +140,8 @@ class OnnxRunner:
             with self._named_errors():
                 self._session = self._open_session(message, mode)
             if isinstance(self._session, SplitSession) and not self._session.kept:
-                del self._emission  # the message is large, and few models with so many pairs are observed
+                del self._emission, message  # it is large, and few models with so many pairs are observed
+                return_freed_memory()
 
     def create_timed_session(self) -> Any:
         """Return a new session to measure time."""
@@ -181,12 +185,17 @@ class OnnxRunner:
                 raise
             raise ModelError(self._numbered.name_ops(str(error))) from error
 
-    def take_optimized(self) -> OptimizedModel | None:
-        """Return the model as onnxruntime optimized it for the runs so far, only once; None if that is not known."""
+    def take_optimized(self) -> Iterator[OptimizedModel] | None:
+        """Return the model as onnxruntime optimized it for the runs so far, only once; None if that is not known.
+
+        See `optimize_model`.
+        """
         numbered, self._numbered = self._numbered, None
         if numbered is None or self._session is None:
             return None
-        return numbered.load_optimized(_part_count(self._session))
+        session, self._session = self._session, None
+        return_freed_memory()
+        return numbered.load_optimized(_session_parts(session))
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Return the reason for each of `tensors` that cannot be observed."""
@@ -325,6 +334,7 @@ class OnnxRunner:
                 self._session = None
             if self._session is None and self._full_watch is None and self._flagged_watch is None:
                 self._weights.clear()
+                vars(self).pop("_emission", None)
 
 
 def create_runner(model: Model, *, optimizes: bool = True) -> OnnxRunner:
@@ -483,6 +493,10 @@ def _create_session_or_parts(message: Any, folder: Path | None, weights: Mapping
         names = (tensor.name for tensor in part.graph.initializer)
         part_weights = {name: weights[name] for name in names if name in weights}
         data, external_bytes = serialize_for_session(part, weights)
+        if mode.optimized is not None and part is not message:  # all parts of a very long model need much memory
+            path = mode.optimized.with_suffix(".part")
+            path.write_bytes(data)
+            return lambda: create_session(path.read_bytes(), folder, external_bytes, part_weights, mode=mode)
         create = partial(create_session, data, folder, external_bytes, part_weights, mode=mode)
         return cache(create) if kept else create
 
@@ -585,7 +599,7 @@ class _NumberedModel:
 
     def __init__(self, model: Model, emission: Emission, options: Mapping[str, str], *, optimizes: bool = True) -> None:
         """Number the nodes of the message. Without `optimizes`, sessions write nothing."""
-        self._model, self._lookup, self._header = model, _number_nodes(emission), copy_header(emission.message)
+        self._model, self._lookup, self._header = model, _OpLookup(emission), copy_header(emission.message)
         self.folder = Path(mkdtemp())
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._path = self.folder / "optimized.onnx"
@@ -604,14 +618,28 @@ class _NumberedModel:
             reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
             raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
 
-    def load_optimized(self, part_count: int) -> OptimizedModel:
-        """Return the model that the session, or those of the parts of the model, wrote."""
-        if not part_count:
-            return _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
-        paths = (_part_path(self._path, number) for number in range(part_count))
-        merged = merge_graphs(self._header, (ModelProto.FromString(path.read_bytes()) for path in paths))
-        optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
-        return _trace_optimized(self._model, optimized, self._lookup)
+    def load_optimized(self, parts: Sequence[SessionPart]) -> Iterator[OptimizedModel]:
+        """Yield the model that the session, or those of the parts of the model, wrote; see `optimize_model`."""
+        if not parts:
+            yield _trace_optimized(self._model, load(self._path, lift=False), self._lookup)
+            return
+        starts = [0, *(self._lookup.number_after(part.last_node) for part in parts)]
+        # ONNX Runtime changes the ops of a part for those of its neighbors at most.
+        is_local = len(self._model.graphs) == 1 and 0 not in starts[1:] and has_local_values(self._header, parts)
+        count, size = len(parts), PARTS_PER_OPTIMIZED_MODEL if is_local else len(parts)
+        del parts
+        for start in reversed(range(0, count, size)):
+            stop = min(start + size, count)
+            first, last = max(start - 1, 0), min(stop + 1, count)
+            messages = (ModelProto.FromString(_part_path(self._path, n).read_bytes()) for n in range(first, last))
+            merged = merge_graphs(self._header, messages)
+            optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
+            traced = _trace_optimized(self._model, optimized, self._lookup)
+            ops = self._lookup.numbered
+            if size < count:
+                inner, nearby = ops[starts[start] : starts[stop]], ops[starts[first] : starts[last]]
+                traced = traced._replace(ops=inner, nearby_ops=nearby)
+            yield traced
 
 
 def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:
@@ -633,8 +661,8 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
         weights.update((name, load()) for name, load in loaders.items())
     with numbered.session_errors():
         session = _create_session_or_parts(emission.message, folder, weights, numbered.mode)
-        for create, *_ in session.parts if isinstance(session, SplitSession) else ():
-            create()
+        for part in _session_parts(session):
+            part.create()
     return numbered, session
 
 
@@ -645,10 +673,16 @@ class OptimizedModel(NamedTuple):
     origins: Mapping[OpKey, OpKey]  # the op of the given model after which each optimized op is named
     # The tensor of the given model that each tensor computes, for those whose names survive.
     tensors: Mapping[TensorRef, TensorRef]
+    # Consecutive ops of the given model that it runs, and these with their neighbors; None for all ops.
+    ops: Sequence[OpKey] | None = None
+    nearby_ops: Sequence[OpKey] | None = None
 
 
-def optimize_model(model: Model, *, int8_activations: bool = False) -> OptimizedModel:
-    """Return the model as onnxruntime optimizes it for the CPU, without changes of layout.
+def optimize_model(model: Model, *, int8_activations: bool = False) -> Iterator[OptimizedModel]:
+    """Yield the model as onnxruntime optimizes it for the CPU, without changes of layout.
+
+    There are several models if it has very many parts, so that only some of the parts are in memory. The last ops come
+    first.
 
     Args:
         model: The model.
@@ -662,14 +696,13 @@ def optimize_model(model: Model, *, int8_activations: bool = False) -> Optimized
         return optimized
     options = {"session.qdqisint8allowed": "1"} if int8_activations else {}
     numbered, session = _load_numbered(model, options | _optimization_options(model), optimizes=True)
-    part_count = _part_count(session)
-    del session  # it has the weights, which would be in memory twice
-    return numbered.load_optimized(part_count)
+    # A reference to the session would keep the weights, which would be in memory twice.
+    return numbered.load_optimized(_session_parts(session))
 
 
-def _part_count(session: Any) -> int:
-    """Return the number of parts of a session, 0 if it has the whole model."""
-    return len(session.parts) if isinstance(session, SplitSession) else 0
+def _session_parts(session: Any) -> Sequence[SessionPart]:
+    """Return the parts of a session, none if it has the whole model."""
+    return session.parts if isinstance(session, SplitSession) else ()
 
 
 def _optimization_options(model: Model) -> dict[str, str]:
@@ -747,7 +780,7 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     Raises a ModelError if onnxruntime rejects the model, or a run failed.
     """
     emission = emit_message(model)
-    lookup = _number_nodes(emission)
+    lookup = _OpLookup(emission)
     data, external_bytes = serialize_for_session(emission.message)
     with TemporaryDirectory() as folder:
         profile = Path(folder, "run")
@@ -766,49 +799,61 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     return _sum_by_op(_op_durations(events), lookup, runs)
 
 
-class _OpLookup(NamedTuple):
-    """Ops of a message's nodes by node number, and tensors by the names of their values."""
+class _OpLookup:
+    """Ops of a message's nodes, which get numbers as names, and tensors by the names of their values."""
 
-    numbered: Sequence[TensorRef]  # an output of each op
-    tensors: Mapping[str, Mapping[str, TensorRef]]  # by graph and value name
+    def __init__(self, emission: Emission) -> None:
+        """Rename each node of an emitted model to a number."""
+        self._model, self._renamed_tensors = emission.model, emission.renamed_tensors
+        self.numbered: list[OpKey] = []  # the ops, in the order of the message
+        functions = [name for name, graph in self._model.graphs.items() if graph.is_function]
+        pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
+        for name, proto in pending:  # grows while bodies are visited
+            graph, producers = self._model.graphs[name], {value: op for value, op, _ in self._values(name)}
+            for node in proto.node:
+                value = next(filter(None, node.output), "")
+                if value not in producers:  # the emitter adds an Identity for an output that reads a constant
+                    continue
+                node.name = f"@{len(self.numbered)}@"
+                self.numbered.append((name, producers[value]))
+                calls = {call.attr: call.graph for call in graph.op(producers[value]).calls}
+                if calls:
+                    pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
+
+    def _values(self, graph_name: str) -> Iterator[tuple[str, str, int]]:
+        """Yield the name of each value of a graph, and the op and the port that return it."""
+        for op in self._model.graphs[graph_name].ops():
+            if op.kind == "constant" and not graph_name and op.name == op.outputs[0].name:
+                continue  # its value has the same name after optimizations, and there are many
+            for port, output in enumerate(op.outputs):
+                name = self._renamed_tensors.get(TensorRef(graph_name, op.name, port)) or output.name
+                if name:
+                    yield name, op.name, port
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Mapping[str, TensorRef]]:
+        """Tensors by graph and value name. They exist only when they are read, because a large model has many."""
+        return {
+            name: {value: TensorRef(name, op, port) for value, op, port in self._values(name)}
+            for name in self._model.graphs
+        }
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
         number_match = NODE_NUMBER.search(name)
         known = number_match is not None and int(number_match[1]) < len(self.numbered)
-        return self.numbered[int(number_match[1])][:2] if number_match is not None and known else None
+        return self.numbered[int(number_match[1])] if number_match is not None and known else None
+
+    @staticmethod
+    def number_after(name: str) -> int:
+        """Return the number after that of a node, 0 if it has none."""
+        number_match = NODE_NUMBER.fullmatch(name)
+        return 0 if number_match is None else int(number_match[1]) + 1
 
     def name_of_number(self, number_match: re.Match[str]) -> str:
         """Return the name of the op with a number in an error of onnxruntime, for messages."""
         op_key = self.numbered_op(number_match[0])
         return number_match[0] if op_key is None else qualified_op_name(*op_key)
-
-
-def _number_nodes(emission: Emission) -> _OpLookup:
-    """Rename each node of an emitted model to a number."""
-    model = emission.model
-    numbered: list[TensorRef] = []
-    tensors: dict[str, dict[str, TensorRef]] = {}
-    functions = [name for name, graph in model.graphs.items() if graph.is_function]
-    pending = [("", emission.message.graph), *zip(functions, emission.message.functions, strict=True)]
-    for name, proto in pending:  # grows while bodies are visited
-        graph, known = model.graphs[name], tensors.setdefault(name, {})
-        for op in graph.ops():
-            if op.kind == "constant" and not name and op.name == op.outputs[0].name:
-                continue  # its value has the same name after optimizations, and there are many
-            for port, output in enumerate(op.outputs):
-                tensor = TensorRef(name, op.name, port)
-                known[emission.renamed_tensors.get(tensor) or output.name] = tensor
-        for node in proto.node:
-            value = next(filter(None, node.output), "")
-            if value not in known or not value:  # the emitter adds an Identity for an output that reads a constant
-                continue
-            node.name = f"@{len(numbered)}@"
-            numbered.append(known[value])
-            calls = {call.attr: call.graph for call in graph.op(known[value].op).calls}
-            if calls:
-                pending += [(calls[label], body) for label, body in node_bodies(node).items() if label in calls]
-    return _OpLookup(numbered=numbered, tensors=tensors)
 
 
 def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:

@@ -8,11 +8,13 @@ many pairs is only cut where all values that pass are outputs, past which ONNX R
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import Any
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
@@ -27,19 +29,27 @@ OBSERVED_PART_NODES = 2000  # the same for a model without so many pairs, almost
 REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
 
 
+class SessionPart(NamedTuple):
+    """A part of a model."""
+
+    create: Callable[[], Any]  # returns its session
+    inputs: Sequence[str]  # names of its inputs, which earlier parts may return
+    outputs: Sequence[str]
+    last_node: str  # name of its last node
+
+
 @dataclass(frozen=True, slots=True)
 class SplitSession:
     """Parts that run one after the other."""
 
-    # A function that creates the session of each part, and its inputs, which earlier parts may return, and its outputs.
-    parts: Sequence[tuple[Callable[[], Any], Sequence[str], Sequence[str]]]
+    parts: Sequence[SessionPart]
     kept: bool = False  # False if only one session exists at a time, because all of them need much memory
 
     def run(self, names: Sequence[str], feeds: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """Return the outputs called `names` for each of `feeds`."""
         values = [dict(feed) for feed in feeds]
-        last_readers = {name: index for index, (_, inputs, _) in enumerate(self.parts) for name in inputs}
-        for index, (create, inputs, outputs) in enumerate(self.parts):
+        last_readers = {name: index for index, part in enumerate(self.parts) for name in part.inputs}
+        for index, (create, inputs, outputs, _) in enumerate(self.parts):
             session = create()
             for known in values:
                 results = session.run(outputs, {name: known[name] for name in inputs})
@@ -78,7 +88,7 @@ def create_split_session(message: Any, prepare: Callable[[Any], Callable[[], Any
             for name, code in codes.items()
             if code and tensor_dtype_to_np_dtype(code).isbuiltin == 1
         }
-        parts.append((create, sorted(inputs), list(codes)))
+        parts.append(SessionPart(create, sorted(inputs), list(codes), graph.node[-1].name))
     return SplitSession(parts) if all(info.name in infos for info in message.graph.output) else None
 
 
@@ -92,15 +102,29 @@ def copy_header(message: Any) -> Any:
     return header
 
 
-def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
-    """Return a ModelProto with the inputs and outputs of `whole`, and the nodes of its parts, each a ModelProto.
+def has_local_values(whole: Any, parts: Sequence[SessionPart]) -> bool:
+    """Return True if each part reads only the inputs of the ModelProto `whole` and the outputs of the part before."""
+    known = {info.name for info in whole.graph.input}
+    return all(known.union(part.outputs).issuperset(reader.inputs) for part, reader in pairwise(parts))
 
-    Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later part
-    are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
+
+def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
+    """Return a ModelProto with the nodes of consecutive parts of the ModelProto `whole`, each a ModelProto.
+
+    It has the inputs of `whole`, those that the parts read from other parts, and the outputs of `whole` and of the last
+    part. Nodes and initializers that are equal in several parts are merged. If only their names are, those of the later
+    part are renamed, because ONNX Runtime numbers the values that it adds to each part anew.
     """
     result = copy_header(whole)
+    del result.graph.output[:]
+    values, outputs = ({info.name for info in infos} for infos in (whole.graph.input, whole.graph.output))
     known: dict[str, bytes] = {}  # the serialized initializer or node that gives each value
+    last_outputs: list[Any] = []
     for index, part in enumerate(parts):
+        result.graph.input.extend(info for info in part.graph.input if info.name not in values)
+        result.graph.output.extend(info for info in part.graph.output if info.name in outputs)
+        values.update(info.name for info in (*part.graph.input, *part.graph.output))
+        last_outputs = [info for info in part.graph.output if info.name not in outputs]
         renames: dict[str, str] = {}
         for opset in part.opset_import:  # ONNX Runtime adds the domains of its own ops
             if opset.domain not in {other.domain for other in result.opset_import}:
@@ -121,6 +145,7 @@ def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
                 entry.name = renames.get(entry.name, entry.name)
                 result.graph.initializer.append(entry)
             known.update((renames.get(name, name), data) for name in names)
+    result.graph.output.extend(last_outputs)
     return result
 
 
@@ -146,46 +171,45 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
 
     An `observed` graph is only cut where all values that pass are outputs.
     """
-    initializers = {tensor.name: position for position, tensor in enumerate(graph.initializer)}
-    types, all_reads, all_outputs = _read_nodes(graph)
+    types, all_reads, all_outputs, shared = _read_nodes(graph)
+    names = ((shared.get(tensor.name), position) for position, tensor in enumerate(graph.initializer))
+    initializers = {name: position for name, position in names if name is not None}
+    del shared
     producers = {value: position for position, outputs in enumerate(all_outputs) for value in outputs if value}
     own = [position for position, op_type in enumerate(types) if op_type not in REPEATED_TYPES]
     repeated = {value for value, position in producers.items() if types[position] in REPEATED_TYPES}
-    known = {*producers, *initializers, *(info.name for info in graph.input)}
-    outputs = {info.name for info in graph.output}
-    infos = {info.name: info for info in (*graph.value_info, *graph.output)}
+    inputs, outputs = {info.name for info in graph.input}, {info.name for info in graph.output}
 
     def needs(names: Iterable[str]) -> tuple[set[str], set[int]]:
         """Return the values that a part needs for `names`, and the positions of the nodes that it repeats."""
         values: set[str] = set()
         positions: set[int] = set()
-        pending = [name for name in names if name in known]
+        pending = [name for name in names if name in producers or name in initializers or name in inputs]
         for name in pending:  # grows: a DequantizeLinear may read another one
             position = producers.get(name)
-            if position is None or name not in repeated:
+            if position is None or types[position] not in REPEATED_TYPES:
                 values.add(name)
             elif position not in positions:
                 positions.add(position)
                 pending.extend(filter(None, all_reads[position]))
         return values, positions
 
-    last_reads = {value: position for position in own for value in needs(all_reads[position])[0]}
-    last_reads.update(dict.fromkeys(needs(outputs & repeated)[0], len(types)))
+    # Position of the last node that reads each value that a node returns.
+    last_reads = {value: index for index in own for value in needs(all_reads[index])[0] if value in producers}
+    last_reads.update((value, len(types)) for value in needs(outputs & repeated)[0] if value in producers)
     changes = [0] * (len(types) + 1)
     for value, last_read in last_reads.items():
-        if value in producers:
-            cost = 1 if types[producers[value]] == "QuantizeLinear" else 2
-            cost = int(value not in outputs) if observed else cost
-            changes[producers[value]] += cost
-            changes[last_read] -= cost
-    costs = list(accumulate(changes))
-    start = end = 0
-    part_nodes = OBSERVED_PART_NODES if observed else PART_NODES
-    while end < len(own):
-        start, candidates = end, range(end + part_nodes, min(end + 2 * part_nodes, len(own)))
-        end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
-        if observed and end < len(own) and costs[own[end - 1]]:
-            end = len(own)
+        cost = 1 if types[producers[value]] == "QuantizeLinear" else 2
+        cost = int(value not in outputs) if observed else cost
+        changes[producers[value]] += cost
+        changes[last_read] -= cost
+    ends = _choose_cuts(list(accumulate(changes)), own, observed=observed)
+    cuts = [own[end - 1] for end in ends]
+    part_of = partial(bisect_left, cuts)  # number of the part that has the node at a position
+    passed = {value for value, last_read in last_reads.items() if part_of(producers[value]) < part_of(last_read)}
+    infos = {info.name: info for info in graph.value_info if info.name in passed}
+    infos.update((info.name, info) for info in graph.output)
+    for start, end in pairwise((0, *ends)):
         reads = [all_reads[position] for position in own[start:end]]
         values, positions = needs(chain(*reads, outputs & repeated if end == len(own) else ()))
         positions.update(own[start:end])
@@ -198,15 +222,25 @@ def _split_graph(graph: Any, *, observed: bool) -> Iterator[tuple[Any, set[str]]
         yield part, (values - made).difference(stored)
 
 
-def _read_nodes(graph: Any) -> tuple[list[str], list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Return the type of each node, the values that it reads, and its outputs."""
+def _choose_cuts(costs: Sequence[int], own: Sequence[int], *, observed: bool) -> list[int]:
+    """Return the ends of parts of the nodes `own`, where the cost of the values that pass is lowest."""
+    part_nodes, ends = OBSERVED_PART_NODES if observed else PART_NODES, [0]
+    while ends[-1] < len(own):
+        candidates = range(ends[-1] + part_nodes, min(ends[-1] + 2 * part_nodes, len(own)))
+        end = min(candidates, key=lambda count: costs[own[count - 1]], default=len(own))
+        ends.append(len(own) if observed and end < len(own) and costs[own[end - 1]] else end)
+    return ends[1:]
+
+
+def _read_nodes(graph: Any) -> tuple[list[str], list[tuple[str, ...]], list[tuple[str, ...]], dict[str, str]]:
+    """Return the type of each node, the values that it reads, its outputs, and one object for each of these names."""
     types, reads, outputs = list[str](), list[tuple[str, ...]](), list[tuple[str, ...]]()
     shared: dict[str, str] = {}  # each access to a field makes a new string
     for node in graph.node:  # a list of nodes would also hold an object for each field that was read
         types.append(shared.setdefault(node.op_type, node.op_type))
         reads.append(tuple(shared.setdefault(name, name) for name in read_names(node)))
         outputs.append(tuple(shared.setdefault(name, name) for name in node.output))
-    return types, reads, outputs
+    return types, reads, outputs, shared
 
 
 def read_names(node: Any) -> Iterator[str]:

@@ -230,7 +230,7 @@ def test_folded_convolutions_run_as_float_ones(tmp_path: Path, per: str) -> None
     result = gq.insert(tmp_path / "float.onnx", rules=rules)
     message = onnx_format.emit(result.model)
     assert op_counts(message) == {"Cast": 1, "Mul": 1, "Conv": 1, "Relu": 1}
-    optimized = onnx_format.optimize_model(result.model).model
+    (optimized,) = (optimized.model for optimized in onnx_format.optimize_model(result.model))
     assert [op.type for op in optimized.main.ops() if op.kind not in {"constant", "input", "output"}] == ["FusedConv"]
     feeds = {"x": rng.standard_normal((2, 3, 8, 8)).astype(np.float32)}
     standard = onnx_format.emit(gq.insert(tmp_path / "float.onnx", rules=rules, family="onnx-qdq").model)

@@ -81,7 +81,7 @@ def test_only_quantized_values_pass_a_cut() -> None:
     """A cut is behind a QuantizeLinear, so that ONNX Runtime fuses each op with its pairs."""
     sessions = split(quantized_chain())
     assert sessions is not None
-    passed = {name for *_, outputs in sessions.parts[:-1] for name in outputs} - {"m2"}
+    passed = {name for part in sessions.parts[:-1] for name in part.outputs} - {"m2"}
     assert passed <= {f"q{k}" for k in range(6)} | {"q"}
     assert passed
 
@@ -129,7 +129,7 @@ def test_many_outputs_are_cut_at_outputs(
     whole, feed = create_session(message.SerializeToString(), None), {"x": np.ones((3, 4), np.float32)}
     sessions = split(message)
     assert sessions is not None
-    assert next((inputs for _, inputs, _ in sessions.parts[1:]), None) == passed
+    assert next((part.inputs for part in sessions.parts[1:]), None) == passed
     results = zip(sessions.run(values, [feed])[0], whole.run(values, feed), strict=True)
     assert all(np.array_equal(part, value) for part, value in results)
 
@@ -162,17 +162,21 @@ def test_validation_in_parts(name: str, kept: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("few_pairs_per_part")
+@pytest.mark.parametrize("parts_at_once", [1, 2, 1000])
 @pytest.mark.parametrize("residual", [False, True])
-def test_verdicts_in_parts(residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimized parts give the same verdicts as the optimized whole."""
+def test_verdicts_in_parts(residual: bool, parts_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimized parts give the same verdicts as the optimized whole, also if they are read one after the other."""
     onnx.save(quantized_chain(residual=residual), tmp_path / "chain.onnx")
     model = gq.load(tmp_path / "chain.onnx")
     whole = judge_ops(model, "onnxruntime")
     monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
-    optimized = session.optimize_model(model)
+    monkeypatch.setattr(session, "PARTS_PER_OPTIMIZED_MODEL", parts_at_once)
+    optimized = list(session.optimize_model(model))
     assert judge_ops(model, "onnxruntime") == whole != ()
-    names = [op.name for op in optimized.model.main.ops()]
-    assert len(names) == len(set(names))
+    assert (len(optimized) == 1) == (residual or parts_at_once == 1000)  # all parts read the same residual
+    for part in optimized:
+        names = [op.name for op in part.model.main.ops()]
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
