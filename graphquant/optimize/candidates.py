@@ -446,7 +446,9 @@ def switch_groups(
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds), count)
 
 
-MAX_SET_MEASUREMENTS = 32  # maximum number of measured sets of groups
+MIN_SET_MEASUREMENTS, MAX_SET_MEASUREMENTS = 32, 96
+"""Number of measured sets of groups up to which few samples are measured for it, and the maximum if there is work."""
+
 SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.4, 0.25  # share of the remaining work for errors of groups, and for a candidate
 MAX_RANGE_GAIN_DB = 6.0  # gain in dB that other ranges rarely exceed
 MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
@@ -464,12 +466,18 @@ class GroupTrials:
         sample_order: Sequence[int] = (),
         progress: Callable[[int, int], None] | None = None,
         budget: SearchBudget | None = None,
+        costs: Mapping[OpKey, float] | None = None,
     ) -> None:
-        """Measure sites of `plan` on the first samples of an order; `built` is its quantized model."""
+        """Measure sites of `plan` on the first samples of an order; `built` is its quantized model.
+
+        `costs` are those of ops in float; None if they do not matter.
+        """
         self._budget = budget
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
         self._sample_order, self._progress = sample_order, progress
         indices = sorted(insertions_by_site(plan, built.insertions))
+        self._costs = costs
+        self._scale_groups = [] if costs is None else make_scale_groups(prepared, plan, indices, {})
         self._groups = group_shared_scales(plan, indices)
         self.blocks = find_blocks(prepared, plan, indices)  # blocks of the model, in graph order
         self._block_of_site = {index: number for number, block in enumerate(self.blocks) for index in block.sites}
@@ -482,7 +490,7 @@ class GroupTrials:
         self.interrupted = False  # True if Ctrl-C ended the measurements
         self.runs = 0  # number of runs
         self._measured_sets = 0
-        self._set_limit = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
+        self._set_limit = min(2 * len(self._groups) + 1, MIN_SET_MEASUREMENTS)
         self._max_samples: int | None = None
         self._switches: GroupSwitches | None = None  # those of the plan, once the errors are measured
 
@@ -502,9 +510,13 @@ class GroupTrials:
             switches = self._switch_groups(self._plan, self._built)
             if self._budget is not None:
                 affordable = SENSITIVITY_SHARE * self._budget.remaining / (self._set_limit * self._set_work(switches))
-                self._max_samples = max(int(min(affordable, 1.0) * switches.size[0]), MIN_LIMITED_SAMPLES)
-                switches = self._switch_groups(self._plan, self._built)
-            group_errors |= self._measure_groups(switches)
+                if affordable < 1:
+                    self._max_samples = max(int(affordable * switches.size[0]), MIN_LIMITED_SAMPLES)
+                    switches = self._switch_groups(self._plan, self._built)
+                else:
+                    most = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
+                    self._set_limit = int(min(affordable * self._set_limit, most))
+            group_errors |= self._measure_groups(switches, 10 ** (-max(missing, 0.0) / 10))
             self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
             for name, candidate_plan in candidate_plans.items():
@@ -572,8 +584,16 @@ class GroupTrials:
         samples = self._samples, self._sample_order, self._max_samples
         return switch_groups(self._prepared, plan, built, self._groups, *samples)
 
-    def _measure_groups(self, switches: GroupSwitches) -> dict[int, float]:
-        """Measure the error of each group with the candidate of the rules."""
+    def _float_cost(self, groups: Collection[int]) -> float:
+        """Return the cost of the ops of groups, all of which are in float, as a share of all costs."""
+        if self._costs is None:
+            return 1.0
+        ops = frozenset().union(*(self._scale_groups[number].ops for number in groups))
+        total = math.fsum(self._costs.values()) or 1.0
+        return math.fsum(self._costs[op] for op in ops) / total + FLOAT_GROUP_COST * len(groups)
+
+    def _measure_groups(self, switches: GroupSwitches, kept_share: float) -> dict[int, float]:
+        """Measure the error of each group with the candidate of the rules; a plan may keep this share of all errors."""
         limit = self._set_limit
         if self._budget is not None:
             self._budget.charge(self._budget.costs.plan(switches.size[0]))
@@ -588,7 +608,7 @@ class GroupTrials:
             return error
 
         known = [[number for number in block if number in switches.groups] for block in self._members]
-        parts = bisect_errors(measure, known, max(limit, 1))
+        parts = bisect_errors(measure, known, max(limit, 1), 0.0, kept_share, self._float_cost)
         self.measured_sites = frozenset(
             index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
         )

@@ -400,9 +400,14 @@ class _SearchStages:
         if not final_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged, rules_build
         report = stage_progress(self.progress, "sensitivity")
+        if not costs:
+            # Latency falls back to MACs if the runtime reports no times of ops.
+            costs = self._costs(measurer.samples)
+        float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
+        added_costs = {op: 0.0 if op in float_ops else cost for op, cost in costs.items()}
         try:
             measurer.charge_plan()  # for the plan that the search ends with
-            trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget)
+            trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget, added_costs)
             missing = 0.0 if bounds.min_sqnr is None else bounds.min_sqnr - _worst_sqnr(rules_validation)
             errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold, missing)
         except SearchLimitError as limit:
@@ -411,10 +416,6 @@ class _SearchStages:
             return replace(unchanged, interrupted=True), rules_build
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
         groups = make_scale_groups(self.prepared, plan, sorted(errors), errors, fixed_sites)
-        if not costs:
-            # Latency falls back to MACs if the runtime reports no times of ops.
-            costs = self._costs(measurer.samples)
-        float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
         try:
             search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
             search.predict_by(trials)
@@ -423,7 +424,7 @@ class _SearchStages:
         except KeyboardInterrupt:
             return replace(unchanged, interrupted=True), rules_build
         result = search.run(
-            {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
+            added_costs,
             [block.ops for block in trials.blocks],
             stage_progress(self.progress, "searching"),
             lambda plan, validation: measurer.validate_final(plan, validation, self.build, self.stats),

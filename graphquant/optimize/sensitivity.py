@@ -324,7 +324,7 @@ class GroupSwitches:
         return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
 
 
-MIN_SPLIT_SHARE = 0.02  # share of the whole error below which a run of groups is not split
+MIN_SPLIT_SHARE = 0.02  # share of the error that a plan may keep, below which a run of groups is not split
 MAX_ERROR = 1e6  # error that stands for infinity, so that sums and differences stay finite
 
 ErrorPart = tuple[tuple[int, ...], float]  # groups that were measured together, and their error
@@ -335,18 +335,25 @@ def bisect_errors(
     blocks: Sequence[Sequence[int]],
     max_measurements: int,
     min_error: float = 0.0,
+    kept_share: float = 1.0,
+    float_cost: Callable[[Collection[int]], float] = lambda _groups: 1.0,
 ) -> list[ErrorPart]:
     """Estimate the errors that groups add, with few measurements.
 
     Rounding errors are nearly independent, so those of two groups add up. The groups are measured together. Then the
-    run of blocks with the largest error is split, and both parts are measured, until the limit is reached or no part
-    matters. A single block is split into its groups in the same way.
+    run of blocks with the largest product of error and cost is split, and both parts are measured, until the limit is
+    reached or no part matters. A single block is split into its groups in the same way.
+
+    A part of a large error and a low cost becomes float in any case, and one of a small error and a high cost never
+    does. Only a part with much of both leaves a choice open, so its inner errors decide what a plan costs.
 
     Args:
         measure: Returns the error with only the given groups quantized.
         blocks: The groups of each block, in graph order.
         max_measurements: Maximum number of calls of `measure`, at least 1.
         min_error: Error up to which a part is not split.
+        kept_share: Share of the whole error that a plan may keep. What is small beside it does not matter.
+        float_cost: Returns the cost of some groups in float. By default all parts cost the same.
 
     Returns:
         Parts that contain each group once. A group of its own part was measured alone.
@@ -359,12 +366,17 @@ def bisect_errors(
         return min(measure([group for block in part for group in block]), MAX_ERROR)
 
     parts = [(measure_part(whole), whole)]
-    max_error = parts[0][0]
+    smallest_error = max(MIN_SPLIT_SHARE * kept_share * parts[0][0], min_error)
+
+    def uncertainty(entry: tuple[float, tuple[tuple[int, ...], ...]]) -> float:
+        return entry[0] * float_cost([group for block in entry[1] for group in block])
+
     for _ in range((max_measurements - 1) // 2):
         splittable = [entry for entry in parts if len(entry[1]) > 1 or len(entry[1][0]) > 1]
-        error, part = max(splittable, key=lambda entry: entry[0], default=(0.0, ()))
-        if not part or error <= max(MIN_SPLIT_SHARE * max_error, min_error):
+        splittable = [entry for entry in splittable if entry[0] > smallest_error]
+        if not splittable:
             break
+        error, part = max(splittable, key=uncertainty)
         position = parts.index((error, part))
         if len(part) > 1:
             halves = (part[: len(part) // 2], part[len(part) // 2 :])
