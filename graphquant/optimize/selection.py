@@ -194,7 +194,9 @@ MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a p
 FIRST_SHIFT_DB = 0.5  # dB by which the first predictions are too high, because plans are chosen for high ones
 NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
 UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
+PREDICTION_ERROR_DB = 0.5  # error in dB of the predicted difference of two similar plans
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
+MAX_PREDICTED_MISSES = 18  # the same where a prediction, which takes less work, tells it
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
@@ -331,16 +333,29 @@ class _PlanSearch:
         """Measure cheaper plans than the best, by increasing error, within the limit of plans."""
         waiting: list[Selection] = []
         base_selection: Selection | None = None
-        missed = 0
+        missed = predicted_misses = 0
         while self._best[1].met and len(self._qualities) < MAX_MEASUREMENTS and missed < MAX_CONSECUTIVE_MISSES:
             if self._best[0] != base_selection:
-                base_selection, missed = self._best[0], 0
+                base_selection, missed, predicted_misses = self._best[0], 0, 0
                 ops = high_precision_ops(self._groups, base_selection)
                 waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
             if (selection := self._next_untried(waiting, target_sqnr)) is None:
                 break
+            if self._is_predicted_to_miss(selection, target_sqnr):
+                predicted_misses += 1
+                if predicted_misses == MAX_PREDICTED_MISSES:
+                    break
+                continue
             missed += not self._try_selection(selection).met
             waiting.append(selection)
+
+    def _is_predicted_to_miss(self, selection: Selection, target_sqnr: float | None) -> bool:
+        """Return True if a run on few samples, corrected by that of the best plan, is clearly below the bound."""
+        if self._predict is None or target_sqnr is None:
+            return False
+        best_selection, quality, _ = self._best
+        change = self._predict(selection) - self._predict(best_selection)
+        return quality.sqnr + change < target_sqnr - PREDICTION_ERROR_DB
 
     def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
         """Next selection that was not measured, or one of equal cost after a near miss."""

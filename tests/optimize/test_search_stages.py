@@ -517,8 +517,9 @@ class Trials:
 
     interrupted, measured_sites, blocks, runs = False, frozenset({0, 1, 2}), (), 12
 
-    def __init__(self, prepared, plan, built, samples, order, progress, budget):
+    def __init__(self, prepared, plan, built, samples, order, progress, budget, costs):
         assert budget is None
+        assert costs
         assert (prepared, built, samples.count, order) == ("prepared", "worst fold", 20, [1, 0])
         assert progress is None or callable(progress)
         self.plan = plan

@@ -363,6 +363,23 @@ def test_predictions_are_corrected_by_measurements():
     assert sum(selection_cost(groups, chosen, costs) <= cheapest + 2 for chosen in measured[1:]) == len(measured) - 1
 
 
+def test_cheaper_plans_that_are_predicted_to_miss_are_not_measured():
+    """A cheaper plan whose predicted difference from the best plan is 0.5 dB too much takes no measurement."""
+    groups, costs = single_op_groups(30)
+    for error, tried in ((0.4, True), (0.6, False)):
+        measured = []
+
+        def measure(selection, measured=measured):
+            measured.append(selection)
+            return PlanQuality(met=sum(selection) >= 20, sqnr=30.0 if sum(selection) >= 20 else 20.0)
+
+        def predict(selection, error=error):
+            return 30.0 if sum(selection) >= 20 else 30.0 - error
+
+        search_cheapest_plan(groups, costs, measure, target_sqnr=30.0, predict=predict)
+        assert any(0 < sum(selection) < 20 for selection in measured) == tried
+
+
 def test_unpredictable_plans_are_not_searched_further():
     """Predictions without a finite value end the corrections; the plan of the rules stays the best."""
     groups, costs = single_op_groups(3)
