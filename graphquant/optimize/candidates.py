@@ -40,6 +40,7 @@ from graphquant.optimize.sensitivity import (
     GroupSwitches,
     bisect_errors,
     chunk_sample_feeds,
+    error_to_db,
     measure_sensitivity,
     share_errors,
 )
@@ -470,15 +471,15 @@ class GroupTrials:
     ) -> None:
         """Measure sites of `plan` on the first samples of an order; `built` is its quantized model.
 
-        `costs` are those of ops in float; None if they do not matter.
+        `costs` are those of ops in float; by default they do not matter.
         """
         self._budget = budget
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
         self._sample_order, self._progress = sample_order, progress
         indices = sorted(insertions_by_site(plan, built.insertions))
-        self._costs = costs
-        self._scale_groups = [] if costs is None else make_scale_groups(prepared, plan, indices, {})
         self._groups = group_shared_scales(plan, indices)
+        self._costs, self._total_cost = costs or {}, math.fsum((costs or {}).values())
+        self._ops = [group.ops for group in make_scale_groups(prepared, plan, indices, {})] if costs else []
         self.blocks = find_blocks(prepared, plan, indices)  # blocks of the model, in graph order
         self._block_of_site = {index: number for number, block in enumerate(self.blocks) for index in block.sites}
         # Groups by block. Tied sites in several blocks count for the first one. An unreachable graph adds no error.
@@ -490,7 +491,6 @@ class GroupTrials:
         self.interrupted = False  # True if Ctrl-C ended the measurements
         self.runs = 0  # number of runs
         self._measured_sets = 0
-        self._set_limit = min(2 * len(self._groups) + 1, MIN_SET_MEASUREMENTS)
         self._max_samples: int | None = None
         self._switches: GroupSwitches | None = None  # those of the plan, once the errors are measured
 
@@ -507,16 +507,8 @@ class GroupTrials:
         candidate_plans: dict[str, Plan] = {}
         ratios: dict[tuple[int, str], float] = {}
         try:
-            switches = self._switch_groups(self._plan, self._built)
-            if self._budget is not None:
-                affordable = SENSITIVITY_SHARE * self._budget.remaining / (self._set_limit * self._set_work(switches))
-                if affordable < 1:
-                    self._max_samples = max(int(affordable * switches.size[0]), MIN_LIMITED_SAMPLES)
-                    switches = self._switch_groups(self._plan, self._built)
-                else:
-                    most = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
-                    self._set_limit = int(min(affordable * self._set_limit, most))
-            group_errors |= self._measure_groups(switches, 10 ** (-max(missing, 0.0) / 10))
+            switches, limit = self._limit_work()
+            group_errors |= self._measure_groups(switches, limit, 10 ** (-max(missing, 0.0) / 10))
             self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
             for name, candidate_plan in candidate_plans.items():
@@ -550,8 +542,7 @@ class GroupTrials:
 
         def predict(float_sites: Collection[int]) -> float:
             on = [number for number, group in enumerate(self._groups) if not set(group) <= set(float_sites)]
-            error = self._measure_set(switches, [number for number in on if number in switches.groups])
-            return -10 * math.log10(error) if error else math.inf
+            return error_to_db(self._measure_set(switches, [number for number in on if number in switches.groups]))
 
         return predict
 
@@ -585,20 +576,28 @@ class GroupTrials:
         return switch_groups(self._prepared, plan, built, self._groups, *samples)
 
     def _float_cost(self, groups: Collection[int]) -> float:
-        """Return the cost of the ops of groups, all of which are in float, as a share of all costs."""
-        if self._costs is None:
+        """Return the cost of some groups in float; without costs, it is the same for all."""
+        if not self._ops:
             return 1.0
-        ops = frozenset().union(*(self._scale_groups[number].ops for number in groups))
-        total = math.fsum(self._costs.values()) or 1.0
-        return math.fsum(self._costs[op] for op in ops) / total + FLOAT_GROUP_COST * len(groups)
+        ops = {op for number in groups for op in self._ops[number]}
+        return math.fsum(self._costs[op] for op in ops) + FLOAT_GROUP_COST * len(groups) * self._total_cost
 
-    def _measure_groups(self, switches: GroupSwitches, kept_share: float) -> dict[int, float]:
+    def _limit_work(self) -> tuple[GroupSwitches, int]:
+        """Return the switches of the plan and the maximum number of measured sets, for the work that is left."""
+        switches, count = self._switch_groups(self._plan, self._built), 2 * len(self._groups) + 1
+        least, most = min(count, MIN_SET_MEASUREMENTS), min(count, MAX_SET_MEASUREMENTS)
+        if self._budget is None:
+            return switches, least
+        self._budget.charge(self._budget.costs.plan(switches.size[0]))
+        work = SENSITIVITY_SHARE * self._budget.remaining
+        affordable = work / (least * self._set_work(switches))
+        if affordable < 1:
+            self._max_samples = max(int(affordable * switches.size[0]), MIN_LIMITED_SAMPLES)
+            switches = self._switch_groups(self._plan, self._built)
+        return switches, max(int(min(work / self._set_work(switches), most)), 1)
+
+    def _measure_groups(self, switches: GroupSwitches, limit: int, kept_share: float) -> dict[int, float]:
         """Measure the error of each group with the candidate of the rules; a plan may keep this share of all errors."""
-        limit = self._set_limit
-        if self._budget is not None:
-            self._budget.charge(self._budget.costs.plan(switches.size[0]))
-            affordable = SENSITIVITY_SHARE * self._budget.remaining / self._set_work(switches)
-            limit = int(min(limit, affordable))
 
         def measure(on: Collection[int]) -> float:
             error = self._measure_set(switches, on)
@@ -608,7 +607,7 @@ class GroupTrials:
             return error
 
         known = [[number for number in block if number in switches.groups] for block in self._members]
-        parts = bisect_errors(measure, known, max(limit, 1), 0.0, kept_share, self._float_cost)
+        parts = bisect_errors(measure, known, limit, 0.0, kept_share, self._float_cost)
         self.measured_sites = frozenset(
             index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
         )

@@ -72,7 +72,7 @@ from graphquant.optimize.selection import (
     high_precision_ops,
     search_cheapest_plan,
 )
-from graphquant.optimize.sensitivity import bisect_errors, share_errors
+from graphquant.optimize.sensitivity import bisect_errors, error_to_db, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 from graphquant.rules import choose_algorithms
 
@@ -763,7 +763,7 @@ class _Repair:
         # The rest of the gap is by algorithms and by other samples, and nearly the same with more blocks in float.
         measure_error, _ = self._measure_switched(base, groups, SEARCH_LIMITS)
         on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
-        offset = self._current_sqnr - _error_to_db(measure_error(on))
+        offset = self._current_sqnr - error_to_db(measure_error(on))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
@@ -772,7 +772,7 @@ class _Repair:
         def measure(selection: Selection) -> PlanQuality:
             on = [number for number, index in enumerate(selection) if not index]
             # Without any quantization there is no error, but nothing is gained either.
-            sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
+            sqnr = error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
         for _ in range(MAX_ROUNDS):
@@ -893,7 +893,3 @@ def _with_errors(groups: Sequence[ScaleGroup], errors: Mapping[int, float]) -> l
         replace(group, candidates=(first.get(number, group.candidates[0]), group.candidates[1]))
         for number, group in enumerate(groups)
     ]
-
-
-def _error_to_db(error: float) -> float:
-    return -10 * math.log10(error) if error else math.inf

@@ -53,7 +53,7 @@ from graphquant.optimize.selection import (
     selection_cost,
     total_error,
 )
-from graphquant.optimize.sensitivity import Sensitivity, SiteBypass
+from graphquant.optimize.sensitivity import Sensitivity, SiteBypass, error_to_db
 from graphquant.optimize.size_budget import (
     SizedPlan,
     WeightBitsChooser,
@@ -452,11 +452,8 @@ def _bound_trace(
     """Return the trace of a search for bounds, of which `trace` has the plan before. `in_float` are all float ops."""
     plan, changed = trace.plan, result.changed
     quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
-    sensitivities = {
-        plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE]) if i in trials.measured_sites else None
-        for i, name in changed.items()
-        if name == FLOAT_CANDIDATE
-    }
+    known = {i: error_to_db(errors[i][RULE_CANDIDATE]) for i in trials.measured_sites if errors[i][RULE_CANDIDATE]}
+    sensitivities = {plan.sites[i].tensor: known.get(i) for i, name in changed.items() if name == FLOAT_CANDIDATE}
     trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
     return replace(
         trace,
@@ -880,18 +877,14 @@ class _CandidatePlans(NamedTuple):
         return replace_sites(self.plan, replacements, SEARCH_RULE, lambda index: self._reason(index, changed[index]))
 
     def _reason(self, index: int, candidate: str) -> str:
-        errors, is_float = self.errors[index], candidate == FLOAT_CANDIDATE
-        rules_db, candidate_db = _error_to_db(errors[RULE_CANDIDATE]), _error_to_db(errors.get(candidate, 0.0))
+        is_float = candidate == FLOAT_CANDIDATE
+        rules_error, error = self.errors[index][RULE_CANDIDATE], self.errors[index].get(candidate, 0.0)
         reason = f"the search {'keeps it float' if is_float else f'chose {candidate}'} for {self.bounds}"
-        if rules_db is not None:
-            reason += f"; quantized alone by the rules, it leaves {rules_db:.1f} dB at the outputs"
-            if not is_float and candidate_db is not None:
-                reason += f", and {candidate_db:.1f} dB with this candidate"
+        if rules_error:
+            reason += f"; quantized alone by the rules, it leaves {error_to_db(rules_error):.1f} dB at the outputs"
+            if not is_float and error:
+                reason += f", and {error_to_db(error):.1f} dB with this candidate"
         return reason
-
-
-def _error_to_db(error: float) -> float | None:
-    return -10 * math.log10(error) if error else None
 
 
 def _sensitivity_of_ops(trace: SearchTrace, built: BuiltModel) -> Sensitivity:

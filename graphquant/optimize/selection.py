@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 from graphquant.optimize.search_budget import SearchLimitError, StopReason
+from graphquant.optimize.sensitivity import error_to_db
 
 if TYPE_CHECKING:
     from graphquant.ir import OpKey
@@ -194,7 +195,7 @@ MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a p
 FIRST_SHIFT_DB = 0.5  # dB by which the first predictions are too high, because plans are chosen for high ones
 NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
 UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
-PREDICTION_ERROR_DB = 0.5  # error in dB of the predicted difference of two similar plans
+PREDICTION_ERROR_DB = 1.0  # error in dB of the predicted difference of two plans, with the margin for other samples
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
 MAX_PREDICTED_MISSES = 18  # the same where a prediction, which takes less work, tells it
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
@@ -280,8 +281,7 @@ class _PlanSearch:
 
     def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
         """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
-        quality, error = self._best[1], total_error(self._groups, self._best[0])
-        aim = -10 * math.log10(error) if error else math.inf
+        quality, aim = self._best[1], error_to_db(total_error(self._groups, self._best[0]))
         for _ in range(MAX_CLIMB_PLANS):
             missed, step = aim, CLIMB_STEP_DB
             if target_sqnr is not None and math.isfinite(quality.sqnr):

@@ -136,9 +136,7 @@ class Sensitivity:
     def sqnr(self, graph: str, op: str) -> float | None:
         """SQNR in dB of the outputs with this quantization alone; None if unknown."""
         error = self.errors.get((graph, op))
-        if error is None or math.isnan(error):
-            return None
-        return -10 * math.log10(error) if error else math.inf
+        return None if error is None or math.isnan(error) else error_to_db(error)
 
 
 def measure_sensitivity(
@@ -322,6 +320,11 @@ class GroupSwitches:
             self._reference = _SwitchSession(variant.model, self._feeds, {})
         _, session, variant = self._session
         return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
+
+
+def error_to_db(error: float) -> float:
+    """Return the SQNR in dB of an error that is a share of the outputs' power."""
+    return -10 * math.log10(error) if error else math.inf
 
 
 MIN_SPLIT_SHARE = 0.02  # share of the error that a plan may keep, below which a run of groups is not split

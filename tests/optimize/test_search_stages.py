@@ -31,6 +31,7 @@ from graphquant.optimize.search import (
 )
 from graphquant.optimize.search_budget import SearchLimitError
 from graphquant.optimize.selection import MAX_MEASUREMENTS
+from graphquant.optimize.sensitivity import error_to_db
 from graphquant.optimize.size_budget import SizedPlan
 from graphquant.quantize import Plan, Site, SkipCode
 from graphquant.rules import Scheme
@@ -168,7 +169,7 @@ def test_no_comparison():
     """A model that cannot be measured is worse than all others."""
     validation = Validation(comparison=None, reuses_samples=False, bounds=Bounds())
     assert search._worst_sqnr(validation) == -1
-    assert [search._error_to_db(error) for error in (0.0, 1e-3)] == [None, pytest.approx(30)]
+    assert [error_to_db(error) for error in (0.0, 1e-3)] == [math.inf, pytest.approx(30)]
 
 
 # -- weight bit widths --------------------------------------------------------------------------
