@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
@@ -197,7 +197,7 @@ NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because e
 UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
 PREDICTION_ERROR_DB = 1.0  # error in dB of the predicted difference of two plans, with the margin for other samples
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
-MAX_PREDICTED_MISSES = 18  # the same where a prediction, which takes less work, tells it
+MAX_REPLACED_OPS = 3  # number of the most expensive float ops for which other ops are tried
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
@@ -333,42 +333,52 @@ class _PlanSearch:
         """Measure cheaper plans than the best, by increasing error, within the limit of plans."""
         waiting: list[Selection] = []
         base_selection: Selection | None = None
-        missed = predicted_misses = 0
+        missed = 0
         while self._best[1].met and len(self._qualities) < MAX_MEASUREMENTS and missed < MAX_CONSECUTIVE_MISSES:
             if self._best[0] != base_selection:
-                base_selection, missed, predicted_misses = self._best[0], 0, 0
+                base_selection, missed = self._best[0], 0
                 ops = high_precision_ops(self._groups, base_selection)
                 waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
+                waiting += self._replace_expensive_ops(ops) if self._predict is not None else []
             if (selection := self._next_untried(waiting, target_sqnr)) is None:
                 break
-            if self._is_predicted_to_miss(selection, target_sqnr):
-                predicted_misses += 1
-                if predicted_misses == MAX_PREDICTED_MISSES:
-                    break
-                continue
             missed += not self._try_selection(selection).met
             waiting.append(selection)
 
-    def _is_predicted_to_miss(self, selection: Selection, target_sqnr: float | None) -> bool:
-        """Return True if a run on few samples, corrected by that of the best plan, is clearly below the bound."""
-        if self._predict is None or target_sqnr is None:
-            return False
-        best_selection, quality, _ = self._best
-        change = self._predict(selection) - self._predict(best_selection)
-        return quality.sqnr + change < target_sqnr - PREDICTION_ERROR_DB
+    def _replace_expensive_ops(self, ops: Collection[OpKey]) -> list[Selection]:
+        """Return cheaper selections that keep one of the most expensive `ops` on integers and others in float instead.
+
+        Greedy steps never exchange ops. As estimates are uncertain, the errors may add up to more than those of `ops`.
+        """
+        groups, costs, max_cost = self._groups, self._costs, MAX_COST_RATIO * self._best[2]
+        max_error = total_error(groups, self._best[0]) * 10 ** (UNCERTAIN_DB / 10)
+        dearest = sorted(ops, key=lambda op: (-costs[op], op))[:MAX_REPLACED_OPS]
+        chosen = [choose_selection(groups, {**costs, op: math.inf}, max_error, self._blocks) for op in dearest]
+        cheaper = [entry for entry in chosen if selection_cost(groups, entry, costs) <= max_cost]
+        return sorted(cheaper, key=lambda entry: -selection_cost(groups, entry, costs))
 
     def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
         """Next selection that was not measured, or one of equal cost after a near miss."""
         while waiting:
             selection = waiting.pop()
             if selection not in self._qualities:
-                if target_sqnr is None or self._predict_sqnr(selection) >= target_sqnr - UNCERTAIN_DB:
+                if target_sqnr is None or self._may_meet(selection, target_sqnr):
                     return selection
                 continue
             if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
                 lighter = lighter_selection(self._groups, selection)
                 waiting += [lighter] if lighter != selection else []
         return None
+
+    def _may_meet(self, selection: Selection, target_sqnr: float) -> bool:
+        """Return True if neither the estimate nor a run on few samples is clearly below the bound."""
+        if self._predict_sqnr(selection) < target_sqnr - UNCERTAIN_DB:
+            return False
+        if self._predict is None:
+            return True
+        best_selection, quality, _ = self._best
+        change = self._predict(selection) - self._predict(best_selection)
+        return quality.sqnr + change >= target_sqnr - PREDICTION_ERROR_DB
 
     def _predict_sqnr(self, selection: Selection) -> float:
         """Predict the SQNR in dB of a selection from the estimated errors and two measured plans.
