@@ -23,18 +23,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from graphquant import formats
-from graphquant.analysis.comparison import ErrorSums, ignore_overflow
-from graphquant.analysis.measured_outputs import (
-    compared_outputs,
-    match_inputs,
-    match_outputs,
-    read_scores,
-    scores_sqnr,
-    with_selections,
-)
+from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.validation import measure_tensor_sizes
-from graphquant.calibration.memory import estimate_footprint, return_freed_memory
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
@@ -80,7 +71,6 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model, OpKey, TensorRef
-    from graphquant.numerics import Array
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.candidates import BuildModel, SearchFold
@@ -102,8 +92,6 @@ MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the 
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
-MAX_KEPT_BYTES = 1 << 27  # maximum bytes of all search samples and their float outputs
-MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
 MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
 ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges, so that float blocks can follow
@@ -189,54 +177,6 @@ class RepairedPlan(NamedTuple):
     cost: float
 
 
-class OutputMeter:
-    """Measures the worst output of quantized models on a few samples. The float model runs only once."""
-
-    def __init__(self, source: Model, samples: Dataset, target_sqnr: float, count: int = REPAIR_SAMPLES) -> None:
-        """Run the float model on `count` samples from all over the data, fewer if the outputs are large."""
-        self._source, self._target_sqnr = source, target_sqnr
-        self._runner = with_selections(formats.create_runner(source))
-        feeds = list(spread_samples(samples, count))
-        self._expected = [self._runner.run(feeds[0])]
-        size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
-        self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
-        self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
-        self._runner.free_session(only_large=False)
-        return_freed_memory()
-        self._scores: dict[str, list[Array]] = {}
-        self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
-
-    def worst_sqnr(self, quantized: Model) -> float:
-        """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
-        runner = with_selections(formats.format_module(quantized.format).create_runner(quantized), self._runner)
-        inputs = match_inputs(self._runner.inputs, runner.inputs)
-        names = compared_outputs(self._runner, runner, match_outputs(self._runner.outputs, runner.outputs, {}))
-        feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
-        sums = {name: ErrorSums() for name in names}
-        errors = {name: [0.0] * len(feeds) for name in names}
-        with ignore_overflow():
-            for number, (outputs, expected) in enumerate(zip(runner.run_each(feeds), self._expected, strict=True)):
-                for name, quantized_name in names.items():
-                    value = expected.get(name)
-                    if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
-                        before = sums[name].error
-                        sums[name].add(value, outputs[quantized_name])
-                        errors[name][number] = sums[name].error - before
-        sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
-        if self.feeds_by_error is self.feeds and sqnr:
-            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
-            order = sorted(range(len(worst)), key=lambda number: -worst[number])
-            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
-            self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
-        for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
-            if name not in self._scores:
-                self._scores[name] = read_scores(self._runner, name, self.feeds)
-            if self._scores[name]:
-                actual = read_scores(runner, names[name], feeds)
-                sqnr[name] = max(sqnr[name], scores_sqnr(self._scores[name], actual))
-        return min(sqnr.values(), default=math.inf)
-
-
 class RepairRequest(NamedTuple):
     """A plan that misses its target, and the data and limits of its repair."""
 
@@ -283,7 +223,7 @@ class _Repair:
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
         many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
-        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
+        self._meter = OutputMeter(request.source, spread_samples(request.search_samples, count), request.target_sqnr)
         self._search_meter = self._meter
         self._used_holdout = request.calibration is None  # True if the hold-out has samples that plans are measured on
         self._steps: list[RepairStep] = []

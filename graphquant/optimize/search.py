@@ -663,7 +663,7 @@ class _BoundSearch:
         self._candidate_plans = candidate_plans
         self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
         self._measured: dict[Selection, Validation] = {}  # of the current groups
-        self._predict_sites: Callable[[Collection[int]], float] | None = None
+        self._predict: Callable[[Selection], float] | None = None  # predicts the SQNR in dB
         self._raise = 0.0  # dB above the bound that a plan must have on the folds
         # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
         self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
@@ -686,13 +686,12 @@ class _BoundSearch:
         if names <= {FLOAT_CANDIDATE}:
             with suppress(SearchLimitError):
                 built = self._measurer.build_worst_fold(self._base_plan)
-                self._predict_sites = trials.make_predictor(self._base_plan, built)
+                predict_sites = trials.make_predictor(self._base_plan, built)
+                if predict_sites is not None:
+                    self._predict = lambda selection: predict_sites(self._float_sites(selection))
 
-    def _predict(self, selection: Selection) -> float:
-        """Return the predicted SQNR in dB of a selection."""
-        if self._predict_sites is None:
-            raise ValueError("only a search with switches predicts plans")
-        return self._predict_sites([index for index, name in self._key(selection) if name == FLOAT_CANDIDATE])
+    def _float_sites(self, selection: Selection) -> list[int]:
+        return [index for index, name in self._key(selection) if name == FLOAT_CANDIDATE]
 
     def _make_drafts(self) -> _CandidatePlans:
         return _CandidatePlans(self._plan, self._candidate_plans, self._groups, self._errors, self._bounds)
@@ -722,7 +721,7 @@ class _BoundSearch:
                 target_sqnr=None if target is None else target + self._raise,
                 blocks=blocks,
                 progress=progress,
-                predict=None if self._predict_sites is None else self._predict,
+                predict=self._predict,
             )
             stop_reason = result.stop_reason
             selection = self._prefer_int8(result.selection, costs)
@@ -805,12 +804,12 @@ class _BoundSearch:
             if high_precision:
                 validation = self._measurer.validate(self._drafts.build_plan(selection))
             else:
-                float_sites = [index for index, name in names.items() if name == FLOAT_CANDIDATE]
-                validation = self._measurer.validate_bypassed(self._base_plan, float_sites)
+                validation = self._measurer.validate_bypassed(self._base_plan, self._float_sites(selection))
             self._validations[key] = validation
         self._measured.setdefault(selection, self._validations[key])
         validation = self._measured[selection]
-        sqnr = _worst_sqnr(validation) - min(_standard_error_of_worst(validation), MAX_MARGIN_DB)
+        worst_sqnr, standard_error = _worst_output(validation)
+        sqnr = worst_sqnr - min(standard_error, MAX_MARGIN_DB)
         target = self._bounds.min_sqnr
         is_above = target is None or sqnr >= target + self._raise
         return PlanQuality(met=not validation.failures and is_above, sqnr=sqnr)
@@ -837,15 +836,13 @@ def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Pl
 
 def _worst_sqnr(validation: Validation) -> float:
     """Return the SQNR in dB of the worst output; -1 if none was measured."""
-    outputs = () if validation.comparison is None else validation.comparison.outputs
-    return min((output.sqnr for output in outputs if output.sqnr is not None), default=-1.0)
+    return _worst_output(validation)[0]
 
 
-def _standard_error_of_worst(validation: Validation) -> float:
-    """Return the standard error in dB of the worst output's SQNR."""
+def _worst_output(validation: Validation) -> tuple[float, float]:
+    """Return the SQNR in dB of the worst output and its standard error; -1 and 0 if none was measured."""
     outputs = () if validation.comparison is None else validation.comparison.outputs
-    known = [output for output in outputs if output.sqnr is not None]
-    return min(known, key=lambda output: output.sqnr or 0.0).sqnr_standard_error if known else 0.0
+    return min(((o.sqnr, o.sqnr_standard_error) for o in outputs if o.sqnr is not None), default=(-1.0, 0.0))
 
 
 class _CandidatePlans(NamedTuple):

@@ -253,6 +253,7 @@ class _PlanSearch:
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
         self._blocks, self._predict = blocks, predict
+        self._is_greedy = len({op for group in groups for op in group.ops}) > MAX_EXHAUSTIVE_OPS
         self._qualities: dict[Selection, PlanQuality] = {}
         self._best = self._measure_selection((0,) * len(groups))
 
@@ -339,7 +340,7 @@ class _PlanSearch:
                 base_selection, missed = self._best[0], 0
                 ops = high_precision_ops(self._groups, base_selection)
                 waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
-                waiting += self._replace_expensive_ops(ops) if self._predict is not None else []
+                waiting += self._replace_expensive_ops(ops) if self._is_greedy and self._predict is not None else []
             if (selection := self._next_untried(waiting, target_sqnr)) is None:
                 break
             missed += not self._try_selection(selection).met
@@ -374,7 +375,7 @@ class _PlanSearch:
         """Return True if neither the estimate nor a run on few samples is clearly below the bound."""
         if self._predict_sqnr(selection) < target_sqnr - UNCERTAIN_DB:
             return False
-        if self._predict is None:
+        if self._predict is None or not self._is_greedy:
             return True
         best_selection, quality, _ = self._best
         change = self._predict(selection) - self._predict(best_selection)

@@ -347,8 +347,7 @@ def bisect_errors(
     run of blocks with the largest product of error and cost is split, and both parts are measured, until the limit is
     reached or no part matters. A single block is split into its groups in the same way.
 
-    A part of a large error and a low cost becomes float in any case, and one of a small error and a high cost never
-    does. Only a part with much of both leaves a choice open, so its inner errors decide what a plan costs.
+    A cheap part of a large error becomes float in any case, and an expensive one of a small error never does.
 
     Args:
         measure: Returns the error with only the given groups quantized.

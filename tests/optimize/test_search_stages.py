@@ -162,7 +162,7 @@ def test_worst_output(sqnrs, worst, error):
         for output in validation.comparison.outputs
     ]
     validation = replace(validation, comparison=replace(validation.comparison, outputs=tuple(outputs)))
-    assert (search._worst_sqnr(validation), search._standard_error_of_worst(validation)) == (worst, error)
+    assert (search._worst_sqnr(validation), search._worst_output(validation)) == (worst, (worst, error))
 
 
 def test_no_comparison():
