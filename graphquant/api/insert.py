@@ -100,6 +100,7 @@ def insert(
     result = _judge_execution(_with_origin(result, inputs, findings))  # uses the sessions of the validation
     emission = getattr(formats.find_shared_runner(result.model), "serialized", None)
     result = replace(result, serialized_emission=emission)
+    formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
     return _measure_time(result, inputs.prepared, inputs.data)
 
 

@@ -26,13 +26,7 @@ from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, ca
 from graphquant.calibration.memory import return_freed_memory
 from graphquant.calibration.stats import Stats, combine_stats, select_stats
 from graphquant.calibration.targets import plan_targets
-from graphquant.optimize.algorithms import (
-    BuiltModel,
-    build_model,
-    rebuild_model,
-    run_precalibration_algorithms,
-    spread_samples,
-)
+from graphquant.optimize.algorithms import BuiltModel, build_model, rebuild_model, run_precalibration_algorithms
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
 from graphquant.optimize.repair import (
     RANGES,
@@ -302,13 +296,15 @@ class PlanSearch:
         A small hold-out may have none of the samples with large errors, and ranges fit the calibration samples. An
         output below the target on these is therefore below it on others too.
         """
-        target, worst = validation.target_sqnr, validation.worst_sqnr
-        source, calibration = self.inputs.source, self.inputs.data.calibration
+        target, worst, calibration = validation.target_sqnr, validation.worst_sqnr, self.inputs.data.calibration
         if validation.misses_target:
             return True
         if validation.bounds or target is None or worst is None or calibration is None or worst >= target + CLOSE_DB:
             return False
-        return OutputMeter(source, spread_samples(calibration, REPAIR_SAMPLES), target).worst_sqnr(built.model) < target
+        return (
+            OutputMeter(self.inputs.source, calibration.spread_feeds(REPAIR_SAMPLES), target).worst_sqnr(built.model)
+            < target
+        )
 
     def _choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
         """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""
@@ -364,7 +360,7 @@ class PlanSearch:
         release_float_runners()  # the weights need not be in two sessions
         holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
         samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
-        return OutputMeter(self.inputs.source, spread_samples(samples, limit), DEFAULT_MIN_SQNR)
+        return OutputMeter(self.inputs.source, samples.spread_feeds(limit), DEFAULT_MIN_SQNR)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

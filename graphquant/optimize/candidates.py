@@ -447,9 +447,7 @@ def switch_groups(
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds), count)
 
 
-MIN_SET_MEASUREMENTS, MAX_SET_MEASUREMENTS = 32, 96
-"""Number of measured sets of groups up to which few samples are measured for it, and the maximum if there is work."""
-
+MIN_SET_MEASUREMENTS, MAX_SET_MEASUREMENTS = 32, 96  # measured sets of groups with little and with much work
 SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.4, 0.25  # share of the remaining work for errors of groups, and for a candidate
 MAX_RANGE_GAIN_DB = 6.0  # gain in dB that other ranges rarely exceed
 MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
@@ -469,10 +467,7 @@ class GroupTrials:
         budget: SearchBudget | None = None,
         costs: Mapping[OpKey, float] | None = None,
     ) -> None:
-        """Measure sites of `plan` on the first samples of an order; `built` is its quantized model.
-
-        `costs` are those of ops in float; by default they do not matter.
-        """
+        """Measure sites of `plan`, whose model is `built`, on the first samples of an order. Float ops have `costs`."""
         self._budget = budget
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
         self._sample_order, self._progress = sample_order, progress
@@ -508,7 +503,7 @@ class GroupTrials:
         ratios: dict[tuple[int, str], float] = {}
         try:
             switches, limit = self._limit_work()
-            group_errors |= self._measure_groups(switches, limit, 10 ** (-max(missing, 0.0) / 10))
+            group_errors |= self._measure_groups(switches, limit)
             self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
             for name, candidate_plan in candidate_plans.items():
@@ -596,8 +591,8 @@ class GroupTrials:
             switches = self._switch_groups(self._plan, self._built)
         return switches, max(int(min(work / self._set_work(switches), most)), 1)
 
-    def _measure_groups(self, switches: GroupSwitches, limit: int, kept_share: float) -> dict[int, float]:
-        """Measure the error of each group with the candidate of the rules; a plan may keep this share of all errors."""
+    def _measure_groups(self, switches: GroupSwitches, limit: int) -> dict[int, float]:
+        """Measure the error of each group with the candidate of the rules."""
 
         def measure(on: Collection[int]) -> float:
             error = self._measure_set(switches, on)
@@ -607,7 +602,7 @@ class GroupTrials:
             return error
 
         known = [[number for number in block if number in switches.groups] for block in self._members]
-        parts = bisect_errors(measure, known, limit, 0.0, kept_share, self._float_cost)
+        parts = bisect_errors(measure, known, limit, float_cost=self._float_cost)
         self.measured_sites = frozenset(
             index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
         )

@@ -401,8 +401,6 @@ def time_beside_float(float_model: Model, quantized: Model, batches: Dataset) ->
     Raises a ModelError if a model cannot be run, and a DataError if a sample does not fit the model.
     """
     timer = LatencyTimer.for_data(float_model, batches, as_tflite=False)
-    formats.shared_runner(quantized, "quantized")  # for all sessions that are timed
-    formats.shared_runner(float_model, "prepared")
     return time_in_turn(partial(timer.make_run, quantized), partial(timer.make_run, float_model))
 
 

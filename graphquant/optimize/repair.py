@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.validation import measure_tensor_sizes
+from graphquant.calibration.data.dataset import SAMPLE_SPANS
 from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
-    SAMPLE_SPANS,
     run_precalibration_algorithms,
-    spread_samples,
 )
 from graphquant.optimize.bias_correction import BIAS_CORRECTION
 from graphquant.optimize.blocks import Block, find_blocks, find_selecting_sites
@@ -223,7 +222,7 @@ class _Repair:
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
         many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
-        self._meter = OutputMeter(request.source, spread_samples(request.search_samples, count), request.target_sqnr)
+        self._meter = OutputMeter(request.source, request.search_samples.spread_feeds(count), request.target_sqnr)
         self._search_meter = self._meter
         self._used_holdout = request.calibration is None  # True if the hold-out has samples that plans are measured on
         self._steps: list[RepairStep] = []
@@ -305,7 +304,7 @@ class _Repair:
         request = self._request
         if request.default_sqnr is not None:  # the final plan has to be built and validated, whatever the search does
             self._final_work = self._plan_work(DEFAULT_RECIPE)
-            self._charge(self._final_work)
+            self._request.budget.charge(self._final_work)
         self._current_sqnr = self._start_sqnr = self._measure(DEFAULT_RECIPE)
         algorithm_steps = [lambda: self._try_algorithms((BIAS_CORRECTION,)), self._try_scaling, self._try_rounding]
         if request.default_sqnr is None:
@@ -328,7 +327,7 @@ class _Repair:
                 self._search_float_blocks()
             self._take_back()
             if self._last_built[:2] != (self._current, False):
-                self._charge(self._plan_work(self._current))
+                self._request.budget.charge(self._plan_work(self._current))
             holdout_sqnr = self._judge_on_holdout(self._current)
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
@@ -344,7 +343,7 @@ class _Repair:
     def _measure_on_holdout(self) -> None:
         """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
         request, groups = self._request, self._groups
-        self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
+        self._request.budget.charge(request.budget.costs.plan(REPAIR_SAMPLES))
         self._meter = request.holdout_meter()
         self._used_holdout = True
         self._plans += len(self._measured)
@@ -368,9 +367,6 @@ class _Repair:
         return self._judged[recipe]
 
     # Plans and their quality
-
-    def _charge(self, work: float) -> None:
-        self._request.budget.charge(work)
 
     def _workspace(self, recipe: Recipe) -> Workspace:
         return self._workspaces[tuple(name for name in recipe.algorithms if name in PRE_CALIBRATION_ALGORITHMS)]
@@ -436,7 +432,7 @@ class _Repair:
         key = recipe, quick
         if key not in self._measured:
             is_built = recipe == DEFAULT_RECIPE and not quick
-            self._charge(self._plan_work(recipe, quick=quick or is_built))
+            self._request.budget.charge(self._plan_work(recipe, quick=quick or is_built))
             built = self._build(recipe, quick=quick)
             self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
             if self._request.progress is not None:
@@ -478,7 +474,7 @@ class _Repair:
             calibration_work = 0.0 if self._request.has_stats else self._calibration_work()
             if not self._is_affordable(calibration_work + 2 * plan_work):
                 return
-            self._charge(calibration_work)
+            self._request.budget.charge(calibration_work)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         best = self._current
@@ -620,7 +616,7 @@ class _Repair:
         samples = replace(
             self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
         )
-        self._charge(costs.plan(samples.count))
+        self._request.budget.charge(costs.plan(samples.count))
         switches = switch_groups(model, plan, built, sites, samples)
         limit = min(limits.measurements // (1 + switches.size[2]), 2 * len(groups))
         work = SENSITIVITY_SHARE * self._request.budget.remaining
@@ -632,7 +628,7 @@ class _Repair:
 
         def measure(on: Collection[int]) -> float:
             if not switches.is_measured(on):
-                self._charge(costs.switched(*switches.size))
+                self._request.budget.charge(costs.switched(*switches.size))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure, limit
@@ -660,14 +656,14 @@ class _Repair:
         work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
         if not self._is_affordable(work + calibration):
             return
-        self._charge(work)
+        self._request.budget.charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
         state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
-        self._charge(calibration)
+        self._request.budget.charge(calibration)
         self._workspaces[names] = request.calibrate(state)
         recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
         first, *others = (name for name in names if name in applied)
@@ -751,7 +747,7 @@ class _Repair:
                 break
             recipe = self._with_float_blocks(recipe, high_precision_ops(groups, selection))
             self._request.budget.extend(self._plan_work(recipe))  # at most three plans
-            self._charge(self._plan_work(recipe))
+            self._request.budget.charge(self._plan_work(recipe))
             sqnr = self._judge_on_holdout(recipe)
             self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
             self._current = recipe if sqnr >= target else self._current

@@ -892,4 +892,4 @@ def _sensitivity_of_ops(trace: SearchTrace, built: BuiltModel) -> Sensitivity:
         if index in trace.site_errors
         for output in pair.outputs
     }
-    return Sensitivity(errors=errors, runs=0, samples=0)
+    return Sensitivity(errors=errors, samples=0)

@@ -127,7 +127,6 @@ def test_ranks_are_those_of_one_at_a_time(made: Callable[[str], gq.Result], samp
     sites = match_sites(result.source, result.model)
     batch_independent = is_batch_independent(runner, batches, 16)
     sensitivity = measure_sensitivity(result.model, sites, batches, inputs=inputs, batch_independent=batch_independent)
-    assert sensitivity.runs <= 16 * len(sensitivity.errors)
     honest = _errors_one_at_a_time(result, list(batches))
     positions = [position for position in sensitivity.errors if position in honest]
     assert len(positions) >= 20
@@ -259,7 +258,6 @@ def test_errors_by_bisection() -> None:
     assert len(bisect_errors(measure, blocks, 99)) == 6  # parts below 2% of the whole error are not split
     assert len(bisect_errors(measure, blocks, 99, sum(errors))) == 1
     assert bisect_errors(measure, [[], []], 9) == []
-    assert len(bisect_errors(measure, blocks, 99, kept_share=1e-3)) == 8  # a plan may keep so little that all matter
     infinite = bisect_errors(lambda groups: math.inf if 1 in groups else 0.0, [[0], [1]], 9)
     assert infinite == [((0,), 0.0), ((1,), 1e6)]
 

@@ -734,12 +734,7 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
         raise ModelError(
             "the time of a model with so many Q/DQ pairs cannot be measured. Choose another objective than latency."
         )
-    shared = formats.find_shared_runner(model)
-    runner = shared if isinstance(shared, OnnxRunner) else OnnxRunner(model)
-    for observing in (True, False):  # other sessions would need memory beside this one
-        runner.free_session(observing=observing, only_large=False)
-    session, integers = runner.create_timed_session(), _integer_params(model)
-    runner.free_session(only_large=False)  # its copy of the weights
+    session, integers = OnnxRunner(model).create_timed_session(), _integer_params(model)
     feeds = [_quantize_feed(feed, integers) for feed in feeds]
     for feed in feeds:
         run_session(session, None, feed)
