@@ -6,9 +6,9 @@ Run: python benchmarks/search.py [--only every|bounds] [--cases NAME ...] [--mod
 less than the result of the search is measured as the search measures; the best that meets the bound is the least.
 `bounds`: twelve models at 25, 30 and 40 dB. The best known plans are those of a greedy search that measures each of its
 moves on all samples; `search_references.json` has their share of multiply-adds in int8. A bound that the search calls
-met, proven or not, must hold on samples that it never saw. The times are the processor time of `insert` relative to that
-of `calibrate`: as whole processes, as the limit of the search counts them, and without their start, which is most of the
-process for a small model.
+met, proven or not, must hold on samples that it never saw. The times are the processor time of `insert` relative to
+that of `calibrate`: as whole processes, as the limit of the search counts them, and without their start, which is most
+of the process for a small model.
 """
 
 from __future__ import annotations
