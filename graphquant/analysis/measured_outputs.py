@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from graphquant.analysis.comparison import ErrorSums, ignore_overflow
+from graphquant.calibration.memory import return_freed_memory
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.formats import format_module
+from graphquant.formats import create_runner, format_module
 from graphquant.ir import (
     CONTROL_EDGE,
     FLOAT_TYPES,
@@ -294,3 +296,55 @@ def _runs(model: Model, op: Op, condition: Callable[[Op], bool]) -> bool:
     """Return True if the condition holds for `op`, or for an op of the graphs that it runs."""
     graphs = model.graphs_reachable_from(call.graph for call in op.calls) if op.calls else ()
     return condition(op) or any(condition(inner) for name in graphs for inner in model.graphs[name].ops())
+
+
+MAX_KEPT_BYTES = 1 << 27  # maximum bytes of all samples of a meter and their float outputs
+MIN_KEPT_SAMPLES = 4  # minimum number of samples, whatever the outputs take
+
+
+class OutputMeter:
+    """Measures the worst output of quantized models on a few samples. The float model runs only once."""
+
+    def __init__(self, source: Model, samples: Iterable[Feeds], target_sqnr: float) -> None:
+        """Run the float model on the samples, fewer if the outputs are large."""
+        self._target_sqnr = target_sqnr
+        self._runner = with_selections(create_runner(source))
+        feeds = list(samples)
+        self._expected = [self._runner.run(feeds[0])]
+        size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
+        self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_KEPT_SAMPLES)]
+        self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
+        self._runner.free_session(only_large=False)
+        return_freed_memory()
+        self._scores: dict[str, list[Array]] = {}
+        self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
+
+    def worst_sqnr(self, quantized: Model) -> float:
+        """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
+        runner = with_selections(format_module(quantized.format).create_runner(quantized), self._runner)
+        inputs = match_inputs(self._runner.inputs, runner.inputs)
+        names = compared_outputs(self._runner, runner, match_outputs(self._runner.outputs, runner.outputs, {}))
+        feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
+        sums = {name: ErrorSums() for name in names}
+        errors = {name: [0.0] * len(feeds) for name in names}
+        with ignore_overflow():
+            for number, (outputs, expected) in enumerate(zip(runner.run_each(feeds), self._expected, strict=True)):
+                for name, quantized_name in names.items():
+                    value = expected.get(name)
+                    if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
+                        before = sums[name].error
+                        sums[name].add(value, outputs[quantized_name])
+                        errors[name][number] = sums[name].error - before
+        sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+        if self.feeds_by_error is self.feeds and sqnr:
+            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
+            order = sorted(range(len(worst)), key=lambda number: -worst[number])
+            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
+            self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
+        for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
+            if name not in self._scores:
+                self._scores[name] = read_scores(self._runner, name, self.feeds)
+            if self._scores[name]:
+                actual = read_scores(runner, names[name], feeds)
+                sqnr[name] = max(sqnr[name], scores_sqnr(self._scores[name], actual))
+        return min(sqnr.values(), default=math.inf)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant import formats
 from graphquant.analysis.compare import with_sensitivity
+from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.validation import (
     DEFAULT_MIN_SQNR,
     MAX_UNBOUNDED_SAMPLES,
@@ -30,7 +31,7 @@ from graphquant.optimize.algorithms import BuiltModel, build_model, rebuild_mode
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
 from graphquant.optimize.repair import (
     RANGES,
-    OutputMeter,
+    REPAIR_SAMPLES,
     RepairedPlan,
     RepairRequest,
     RepairStep,
@@ -304,7 +305,10 @@ class PlanSearch:
             return True
         if validation.bounds or target is None or worst is None or calibration is None or worst >= target + CLOSE_DB:
             return False
-        return OutputMeter(self.inputs.source, calibration, target).worst_sqnr(built.model) < target
+        return (
+            OutputMeter(self.inputs.source, calibration.spread_feeds(REPAIR_SAMPLES), target).worst_sqnr(built.model)
+            < target
+        )
 
     def _choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
         """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""
@@ -360,7 +364,7 @@ class PlanSearch:
         release_float_runners()  # the weights need not be in two sessions
         holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
         samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
-        return OutputMeter(self.inputs.source, samples, DEFAULT_MIN_SQNR, limit)
+        return OutputMeter(self.inputs.source, samples.spread_feeds(limit), DEFAULT_MIN_SQNR)
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

@@ -9,7 +9,7 @@ fit the algorithms, and the other half accepts or rejects each of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -46,7 +46,7 @@ from graphquant.utils import Progress, stage_progress
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.stats import Stats
-    from graphquant.formats import Feeds, Runner
+    from graphquant.formats import Runner
 
 WEIGHT_CLIPPING: Final = "weight-clipping"
 
@@ -107,8 +107,6 @@ MAX_ACTIVATION_ELEMENTS = 1 << 24
 """Maximum number of activation elements over all samples if there are more than `ALGORITHM_SAMPLES`."""
 
 WEIGHTS_TOO_LARGE = "a second copy of the weights would need too much memory"
-
-SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 
 
 class BuiltModel(NamedTuple):
@@ -327,7 +325,7 @@ def _algorithm_samples(prepared: Model, plan: Plan, calibration_data: Dataset) -
     if calibration_data.count > ALGORITHM_SAMPLES:
         elements = activation_elements(formats.create_runner(prepared), plan, calibration_data)
         count = min(max(MAX_ACTIVATION_ELEMENTS // max(elements, 1), ALGORITHM_SAMPLES), MAX_ALGORITHM_SAMPLES)
-    feeds = list(spread_samples(calibration_data, count))
+    feeds = list(calibration_data.spread_feeds(count))
     return AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=formats.create_runner)
 
 
@@ -346,14 +344,3 @@ def _quantized_weight_elements(prepared: Model, plan: Plan) -> int:
     """Count the elements of the quantized weights with known shapes."""
     shapes = (prepared.output(site.tensor).shape for site in plan.sites if site.parameter)
     return sum(math.prod(dim or 1 for dim in shape) for shape in shapes if shape is not None)
-
-
-def spread_samples(batches: Dataset, count: int) -> Iterator[Feeds]:
-    """Yield `count` samples from all over the data."""
-    if batches.count <= count:
-        yield from batches
-        return
-    span_count = count // SAMPLE_SPANS
-    for span in range(SAMPLE_SPANS):
-        start = span * (batches.count - span_count) // (SAMPLE_SPANS - 1)
-        yield from batches.feeds_between(start, start + span_count)

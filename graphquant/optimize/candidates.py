@@ -40,6 +40,7 @@ from graphquant.optimize.sensitivity import (
     GroupSwitches,
     bisect_errors,
     chunk_sample_feeds,
+    error_to_db,
     measure_sensitivity,
     share_errors,
 )
@@ -446,7 +447,7 @@ def switch_groups(
     return GroupSwitches(built.model, match_sites(prepared, built.model), op_groups, list(feeds), count)
 
 
-MAX_SET_MEASUREMENTS = 32  # maximum number of measured sets of groups
+MIN_SET_MEASUREMENTS, MAX_SET_MEASUREMENTS = 32, 96  # measured sets of groups with little and with much work
 SENSITIVITY_SHARE, CANDIDATE_SHARE = 0.4, 0.25  # share of the remaining work for errors of groups, and for a candidate
 MAX_RANGE_GAIN_DB = 6.0  # gain in dB that other ranges rarely exceed
 MAX_TRIED_BLOCKS = 4  # number of blocks, largest errors first, for which other candidates are tried
@@ -464,13 +465,16 @@ class GroupTrials:
         sample_order: Sequence[int] = (),
         progress: Callable[[int, int], None] | None = None,
         budget: SearchBudget | None = None,
+        costs: Mapping[OpKey, float] | None = None,
     ) -> None:
-        """Measure sites of `plan` on the first samples of an order; `built` is its quantized model."""
+        """Measure sites of `plan`, whose model is `built`, on the first samples of an order. Float ops have `costs`."""
         self._budget = budget
         self._prepared, self._plan, self._built, self._samples = prepared, plan, built, samples
         self._sample_order, self._progress = sample_order, progress
         indices = sorted(insertions_by_site(plan, built.insertions))
         self._groups = group_shared_scales(plan, indices)
+        self._costs, self._total_cost = costs or {}, math.fsum((costs or {}).values())
+        self._ops = [group.ops for group in make_scale_groups(prepared, plan, indices, {})] if costs else []
         self.blocks = find_blocks(prepared, plan, indices)  # blocks of the model, in graph order
         self._block_of_site = {index: number for number, block in enumerate(self.blocks) for index in block.sites}
         # Groups by block. Tied sites in several blocks count for the first one. An unreachable graph adds no error.
@@ -482,7 +486,6 @@ class GroupTrials:
         self.interrupted = False  # True if Ctrl-C ended the measurements
         self.runs = 0  # number of runs
         self._measured_sets = 0
-        self._set_limit = min(2 * len(self._groups) + 1, MAX_SET_MEASUREMENTS)
         self._max_samples: int | None = None
         self._switches: GroupSwitches | None = None  # those of the plan, once the errors are measured
 
@@ -499,12 +502,8 @@ class GroupTrials:
         candidate_plans: dict[str, Plan] = {}
         ratios: dict[tuple[int, str], float] = {}
         try:
-            switches = self._switch_groups(self._plan, self._built)
-            if self._budget is not None:
-                affordable = SENSITIVITY_SHARE * self._budget.remaining / (self._set_limit * self._set_work(switches))
-                self._max_samples = max(int(min(affordable, 1.0) * switches.size[0]), MIN_LIMITED_SAMPLES)
-                switches = self._switch_groups(self._plan, self._built)
-            group_errors |= self._measure_groups(switches)
+            switches, limit = self._limit_work()
+            group_errors |= self._measure_groups(switches, limit)
             self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
             for name, candidate_plan in candidate_plans.items():
@@ -538,8 +537,7 @@ class GroupTrials:
 
         def predict(float_sites: Collection[int]) -> float:
             on = [number for number, group in enumerate(self._groups) if not set(group) <= set(float_sites)]
-            error = self._measure_set(switches, [number for number in on if number in switches.groups])
-            return -10 * math.log10(error) if error else math.inf
+            return error_to_db(self._measure_set(switches, [number for number in on if number in switches.groups]))
 
         return predict
 
@@ -572,13 +570,29 @@ class GroupTrials:
         samples = self._samples, self._sample_order, self._max_samples
         return switch_groups(self._prepared, plan, built, self._groups, *samples)
 
-    def _measure_groups(self, switches: GroupSwitches) -> dict[int, float]:
+    def _float_cost(self, groups: Collection[int]) -> float:
+        """Return the cost of some groups in float; without costs, it is the same for all."""
+        if not self._ops:
+            return 1.0
+        ops = {op for number in groups for op in self._ops[number]}
+        return math.fsum(self._costs[op] for op in ops) + FLOAT_GROUP_COST * len(groups) * self._total_cost
+
+    def _limit_work(self) -> tuple[GroupSwitches, int]:
+        """Return the switches of the plan and the maximum number of measured sets, for the work that is left."""
+        switches, count = self._switch_groups(self._plan, self._built), 2 * len(self._groups) + 1
+        least, most = min(count, MIN_SET_MEASUREMENTS), min(count, MAX_SET_MEASUREMENTS)
+        if self._budget is None:
+            return switches, least
+        self._budget.charge(self._budget.costs.plan(switches.size[0]))
+        work = SENSITIVITY_SHARE * self._budget.remaining
+        affordable = work / (least * self._set_work(switches))
+        if affordable < 1:
+            self._max_samples = max(int(affordable * switches.size[0]), MIN_LIMITED_SAMPLES)
+            switches = self._switch_groups(self._plan, self._built)
+        return switches, max(int(min(work / self._set_work(switches), most)), 1)
+
+    def _measure_groups(self, switches: GroupSwitches, limit: int) -> dict[int, float]:
         """Measure the error of each group with the candidate of the rules."""
-        limit = self._set_limit
-        if self._budget is not None:
-            self._budget.charge(self._budget.costs.plan(switches.size[0]))
-            affordable = SENSITIVITY_SHARE * self._budget.remaining / self._set_work(switches)
-            limit = int(min(limit, affordable))
 
         def measure(on: Collection[int]) -> float:
             error = self._measure_set(switches, on)
@@ -588,7 +602,7 @@ class GroupTrials:
             return error
 
         known = [[number for number in block if number in switches.groups] for block in self._members]
-        parts = bisect_errors(measure, known, max(limit, 1))
+        parts = bisect_errors(measure, known, limit, float_cost=self._float_cost)
         self.measured_sites = frozenset(
             index for numbers, _ in parts if len(numbers) == 1 for index in self._groups[numbers[0]]
         )

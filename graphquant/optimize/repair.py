@@ -23,26 +23,16 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from graphquant import formats
-from graphquant.analysis.comparison import ErrorSums, ignore_overflow
-from graphquant.analysis.measured_outputs import (
-    compared_outputs,
-    match_inputs,
-    match_outputs,
-    read_scores,
-    scores_sqnr,
-    with_selections,
-)
+from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.validation import measure_tensor_sizes
-from graphquant.calibration.memory import estimate_footprint, return_freed_memory
+from graphquant.calibration.data.dataset import SAMPLE_SPANS
+from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
     POST_CALIBRATION_ALGORITHMS,
     PRE_CALIBRATION_ALGORITHMS,
-    SAMPLE_SPANS,
     run_precalibration_algorithms,
-    spread_samples,
 )
 from graphquant.optimize.bias_correction import BIAS_CORRECTION
 from graphquant.optimize.blocks import Block, find_blocks, find_selecting_sites
@@ -72,7 +62,7 @@ from graphquant.optimize.selection import (
     high_precision_ops,
     search_cheapest_plan,
 )
-from graphquant.optimize.sensitivity import bisect_errors, share_errors
+from graphquant.optimize.sensitivity import bisect_errors, error_to_db, share_errors
 from graphquant.optimize.weight_rounding import ADAROUND, GPTQ, predict_rounding_work
 from graphquant.rules import choose_algorithms
 
@@ -80,7 +70,6 @@ if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model, OpKey, TensorRef
-    from graphquant.numerics import Array
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.candidates import BuildModel, SearchFold
@@ -102,8 +91,6 @@ MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the 
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
-MAX_KEPT_BYTES = 1 << 27  # maximum bytes of all search samples and their float outputs
-MIN_REPAIR_SAMPLES = 4  # minimum number of samples, whatever the outputs take
 MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
 ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges, so that float blocks can follow
@@ -189,54 +176,6 @@ class RepairedPlan(NamedTuple):
     cost: float
 
 
-class OutputMeter:
-    """Measures the worst output of quantized models on a few samples. The float model runs only once."""
-
-    def __init__(self, source: Model, samples: Dataset, target_sqnr: float, count: int = REPAIR_SAMPLES) -> None:
-        """Run the float model on `count` samples from all over the data, fewer if the outputs are large."""
-        self._source, self._target_sqnr = source, target_sqnr
-        self._runner = with_selections(formats.create_runner(source))
-        feeds = list(spread_samples(samples, count))
-        self._expected = [self._runner.run(feeds[0])]
-        size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
-        self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_REPAIR_SAMPLES)]
-        self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
-        self._runner.free_session(only_large=False)
-        return_freed_memory()
-        self._scores: dict[str, list[Array]] = {}
-        self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
-
-    def worst_sqnr(self, quantized: Model) -> float:
-        """Measure the SQNR in dB of the worst float output; of its scores behind a softmax, if those are better."""
-        runner = with_selections(formats.format_module(quantized.format).create_runner(quantized), self._runner)
-        inputs = match_inputs(self._runner.inputs, runner.inputs)
-        names = compared_outputs(self._runner, runner, match_outputs(self._runner.outputs, runner.outputs, {}))
-        feeds = [{name: feed[source_name] for name, source_name in inputs.items()} for feed in self.feeds]
-        sums = {name: ErrorSums() for name in names}
-        errors = {name: [0.0] * len(feeds) for name in names}
-        with ignore_overflow():
-            for number, (outputs, expected) in enumerate(zip(runner.run_each(feeds), self._expected, strict=True)):
-                for name, quantized_name in names.items():
-                    value = expected.get(name)
-                    if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
-                        before = sums[name].error
-                        sums[name].add(value, outputs[quantized_name])
-                        errors[name][number] = sums[name].error - before
-        sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
-        if self.feeds_by_error is self.feeds and sqnr:
-            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
-            order = sorted(range(len(worst)), key=lambda number: -worst[number])
-            pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
-            self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
-        for name in [name for name, value in sqnr.items() if value < self._target_sqnr]:
-            if name not in self._scores:
-                self._scores[name] = read_scores(self._runner, name, self.feeds)
-            if self._scores[name]:
-                actual = read_scores(runner, names[name], feeds)
-                sqnr[name] = max(sqnr[name], scores_sqnr(self._scores[name], actual))
-        return min(sqnr.values(), default=math.inf)
-
-
 class RepairRequest(NamedTuple):
     """A plan that misses its target, and the data and limits of its repair."""
 
@@ -283,7 +222,7 @@ class _Repair:
         self._last_built: tuple[Recipe, bool, BuiltModel] = (DEFAULT_RECIPE, False, request.built)
         many = MIN_PLANS * request.budget.costs.plan(REPAIR_SAMPLES) <= request.budget.remaining
         count = REPAIR_SAMPLES if many else SAMPLE_SPANS
-        self._meter = OutputMeter(request.source, request.search_samples, request.target_sqnr, count)
+        self._meter = OutputMeter(request.source, request.search_samples.spread_feeds(count), request.target_sqnr)
         self._search_meter = self._meter
         self._used_holdout = request.calibration is None  # True if the hold-out has samples that plans are measured on
         self._steps: list[RepairStep] = []
@@ -365,7 +304,7 @@ class _Repair:
         request = self._request
         if request.default_sqnr is not None:  # the final plan has to be built and validated, whatever the search does
             self._final_work = self._plan_work(DEFAULT_RECIPE)
-            self._charge(self._final_work)
+            self._request.budget.charge(self._final_work)
         self._current_sqnr = self._start_sqnr = self._measure(DEFAULT_RECIPE)
         algorithm_steps = [lambda: self._try_algorithms((BIAS_CORRECTION,)), self._try_scaling, self._try_rounding]
         if request.default_sqnr is None:
@@ -388,7 +327,7 @@ class _Repair:
                 self._search_float_blocks()
             self._take_back()
             if self._last_built[:2] != (self._current, False):
-                self._charge(self._plan_work(self._current))
+                self._request.budget.charge(self._plan_work(self._current))
             holdout_sqnr = self._judge_on_holdout(self._current)
             if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
                 break
@@ -404,7 +343,7 @@ class _Repair:
     def _measure_on_holdout(self) -> None:
         """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
         request, groups = self._request, self._groups
-        self._charge(request.budget.costs.plan(REPAIR_SAMPLES))
+        self._request.budget.charge(request.budget.costs.plan(REPAIR_SAMPLES))
         self._meter = request.holdout_meter()
         self._used_holdout = True
         self._plans += len(self._measured)
@@ -428,9 +367,6 @@ class _Repair:
         return self._judged[recipe]
 
     # Plans and their quality
-
-    def _charge(self, work: float) -> None:
-        self._request.budget.charge(work)
 
     def _workspace(self, recipe: Recipe) -> Workspace:
         return self._workspaces[tuple(name for name in recipe.algorithms if name in PRE_CALIBRATION_ALGORITHMS)]
@@ -496,7 +432,7 @@ class _Repair:
         key = recipe, quick
         if key not in self._measured:
             is_built = recipe == DEFAULT_RECIPE and not quick
-            self._charge(self._plan_work(recipe, quick=quick or is_built))
+            self._request.budget.charge(self._plan_work(recipe, quick=quick or is_built))
             built = self._build(recipe, quick=quick)
             self._measured[key] = self._meter.worst_sqnr(built.model) if built.insertions else -math.inf
             if self._request.progress is not None:
@@ -538,7 +474,7 @@ class _Repair:
             calibration_work = 0.0 if self._request.has_stats else self._calibration_work()
             if not self._is_affordable(calibration_work + 2 * plan_work):
                 return
-            self._charge(calibration_work)
+            self._request.budget.charge(calibration_work)
             workspace = self._workspaces[()] = self._request.calibrate(workspace.state)
         plan = workspace.state.plan
         best = self._current
@@ -680,7 +616,7 @@ class _Repair:
         samples = replace(
             self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
         )
-        self._charge(costs.plan(samples.count))
+        self._request.budget.charge(costs.plan(samples.count))
         switches = switch_groups(model, plan, built, sites, samples)
         limit = min(limits.measurements // (1 + switches.size[2]), 2 * len(groups))
         work = SENSITIVITY_SHARE * self._request.budget.remaining
@@ -692,7 +628,7 @@ class _Repair:
 
         def measure(on: Collection[int]) -> float:
             if not switches.is_measured(on):
-                self._charge(costs.switched(*switches.size))
+                self._request.budget.charge(costs.switched(*switches.size))
             return min(switches.error(on), MAX_BLOCK_ERROR)
 
         return measure, limit
@@ -720,14 +656,14 @@ class _Repair:
         work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
         if not self._is_affordable(work + calibration):
             return
-        self._charge(work)
+        self._request.budget.charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
         state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
-        self._charge(calibration)
+        self._request.budget.charge(calibration)
         self._workspaces[names] = request.calibrate(state)
         recipe = replace(self._current, algorithms=(*names, *self._current.algorithms))
         first, *others = (name for name in names if name in applied)
@@ -763,7 +699,7 @@ class _Repair:
         # The rest of the gap is by algorithms and by other samples, and nearly the same with more blocks in float.
         measure_error, _ = self._measure_switched(base, groups, SEARCH_LIMITS)
         on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
-        offset = self._current_sqnr - _error_to_db(measure_error(on))
+        offset = self._current_sqnr - error_to_db(measure_error(on))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
         def recipe_of(selection: Selection) -> Recipe:
@@ -772,7 +708,7 @@ class _Repair:
         def measure(selection: Selection) -> PlanQuality:
             on = [number for number, index in enumerate(selection) if not index]
             # Without any quantization there is no error, but nothing is gained either.
-            sqnr = _error_to_db(measure_error(on)) + offset if on else -math.inf
+            sqnr = error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
         for _ in range(MAX_ROUNDS):
@@ -811,7 +747,7 @@ class _Repair:
                 break
             recipe = self._with_float_blocks(recipe, high_precision_ops(groups, selection))
             self._request.budget.extend(self._plan_work(recipe))  # at most three plans
-            self._charge(self._plan_work(recipe))
+            self._request.budget.charge(self._plan_work(recipe))
             sqnr = self._judge_on_holdout(recipe)
             self._steps.append(RepairStep(change=FLOAT_BLOCKS, targets=recipe.float_blocks, sqnr=sqnr, kept=False))
             self._current = recipe if sqnr >= target else self._current
@@ -893,7 +829,3 @@ def _with_errors(groups: Sequence[ScaleGroup], errors: Mapping[int, float]) -> l
         replace(group, candidates=(first.get(number, group.candidates[0]), group.candidates[1]))
         for number, group in enumerate(groups)
     ]
-
-
-def _error_to_db(error: float) -> float:
-    return -10 * math.log10(error) if error else math.inf

@@ -53,7 +53,7 @@ from graphquant.optimize.selection import (
     selection_cost,
     total_error,
 )
-from graphquant.optimize.sensitivity import Sensitivity, SiteBypass
+from graphquant.optimize.sensitivity import Sensitivity, SiteBypass, error_to_db
 from graphquant.optimize.size_budget import (
     SizedPlan,
     WeightBitsChooser,
@@ -400,9 +400,14 @@ class _SearchStages:
         if not final_validation.failures or rules_validation.comparison is None or not rules_build.insertions:
             return unchanged, rules_build
         report = stage_progress(self.progress, "sensitivity")
+        if not costs:
+            # Latency falls back to MACs if the runtime reports no times of ops.
+            costs = self._costs(measurer.samples)
+        float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
+        added_costs = {op: 0.0 if op in float_ops else cost for op, cost in costs.items()}
         try:
             measurer.charge_plan()  # for the plan that the search ends with
-            trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget)
+            trials = GroupTrials(self.prepared, plan, *measurer.select_worst_fold(), report, self.budget, added_costs)
             missing = 0.0 if bounds.min_sqnr is None else bounds.min_sqnr - _worst_sqnr(rules_validation)
             errors, candidate_plans = trials.measure_candidates(measurer.rebuild_worst_fold, missing)
         except SearchLimitError as limit:
@@ -411,10 +416,6 @@ class _SearchStages:
             return replace(unchanged, interrupted=True), rules_build
         fixed_sites = [index for index, site in enumerate(plan.sites) if site.uses[0] in trace.sized_weights]
         groups = make_scale_groups(self.prepared, plan, sorted(errors), errors, fixed_sites)
-        if not costs:
-            # Latency falls back to MACs if the runtime reports no times of ops.
-            costs = self._costs(measurer.samples)
-        float_ops = _ops_in_float_anyway(plan, rules_build.model) & costs.keys()
         try:
             search = _BoundSearch(plan, candidate_plans, groups, errors, bounds, measurer, rules_validation)
             search.predict_by(trials)
@@ -423,7 +424,7 @@ class _SearchStages:
         except KeyboardInterrupt:
             return replace(unchanged, interrupted=True), rules_build
         result = search.run(
-            {op: 0.0 if op in float_ops else cost for op, cost in costs.items()},
+            added_costs,
             [block.ops for block in trials.blocks],
             stage_progress(self.progress, "searching"),
             lambda plan, validation: measurer.validate_final(plan, validation, self.build, self.stats),
@@ -451,11 +452,8 @@ def _bound_trace(
     """Return the trace of a search for bounds, of which `trace` has the plan before. `in_float` are all float ops."""
     plan, changed = trace.plan, result.changed
     quantized = [i for i in range(len(plan.sites)) if changed.get(i) != FLOAT_CANDIDATE]
-    sensitivities = {
-        plan.sites[i].tensor: _error_to_db(errors[i][RULE_CANDIDATE]) if i in trials.measured_sites else None
-        for i, name in changed.items()
-        if name == FLOAT_CANDIDATE
-    }
+    known = {i: error_to_db(errors[i][RULE_CANDIDATE]) for i in trials.measured_sites if errors[i][RULE_CANDIDATE]}
+    sensitivities = {plan.sites[i].tensor: known.get(i) for i, name in changed.items() if name == FLOAT_CANDIDATE}
     trace = trace.with_candidates({plan.sites[i].tensor: name for i, name in changed.items()})
     return replace(
         trace,
@@ -665,7 +663,7 @@ class _BoundSearch:
         self._candidate_plans = candidate_plans
         self._validations: dict[tuple[tuple[int, str], ...], Validation] = {(): rules_validation}
         self._measured: dict[Selection, Validation] = {}  # of the current groups
-        self._predict_sites: Callable[[Collection[int]], float] | None = None
+        self._predict: Callable[[Selection], float] | None = None  # predicts the SQNR in dB
         self._raise = 0.0  # dB above the bound that a plan must have on the folds
         # Better ranges cost no multiply-adds, so they come first, if they bring a gain together.
         self._groups = [_choose_quantized_candidate(group, best=True) for group in groups]
@@ -688,13 +686,12 @@ class _BoundSearch:
         if names <= {FLOAT_CANDIDATE}:
             with suppress(SearchLimitError):
                 built = self._measurer.build_worst_fold(self._base_plan)
-                self._predict_sites = trials.make_predictor(self._base_plan, built)
+                predict_sites = trials.make_predictor(self._base_plan, built)
+                if predict_sites is not None:
+                    self._predict = lambda selection: predict_sites(self._float_sites(selection))
 
-    def _predict(self, selection: Selection) -> float:
-        """Return the predicted SQNR in dB of a selection."""
-        if self._predict_sites is None:
-            raise ValueError("only a search with switches predicts plans")
-        return self._predict_sites([index for index, name in self._key(selection) if name == FLOAT_CANDIDATE])
+    def _float_sites(self, selection: Selection) -> list[int]:
+        return [index for index, name in self._key(selection) if name == FLOAT_CANDIDATE]
 
     def _make_drafts(self) -> _CandidatePlans:
         return _CandidatePlans(self._plan, self._candidate_plans, self._groups, self._errors, self._bounds)
@@ -724,7 +721,7 @@ class _BoundSearch:
                 target_sqnr=None if target is None else target + self._raise,
                 blocks=blocks,
                 progress=progress,
-                predict=None if self._predict_sites is None else self._predict,
+                predict=self._predict,
             )
             stop_reason = result.stop_reason
             selection = self._prefer_int8(result.selection, costs)
@@ -807,12 +804,12 @@ class _BoundSearch:
             if high_precision:
                 validation = self._measurer.validate(self._drafts.build_plan(selection))
             else:
-                float_sites = [index for index, name in names.items() if name == FLOAT_CANDIDATE]
-                validation = self._measurer.validate_bypassed(self._base_plan, float_sites)
+                validation = self._measurer.validate_bypassed(self._base_plan, self._float_sites(selection))
             self._validations[key] = validation
         self._measured.setdefault(selection, self._validations[key])
         validation = self._measured[selection]
-        sqnr = _worst_sqnr(validation) - min(_standard_error_of_worst(validation), MAX_MARGIN_DB)
+        worst_sqnr, standard_error = _worst_output(validation)
+        sqnr = worst_sqnr - min(standard_error, MAX_MARGIN_DB)
         target = self._bounds.min_sqnr
         is_above = target is None or sqnr >= target + self._raise
         return PlanQuality(met=not validation.failures and is_above, sqnr=sqnr)
@@ -839,15 +836,13 @@ def _with_float_sites(plan: Plan, float_sites: Iterable[int], reason: str) -> Pl
 
 def _worst_sqnr(validation: Validation) -> float:
     """Return the SQNR in dB of the worst output; -1 if none was measured."""
-    outputs = () if validation.comparison is None else validation.comparison.outputs
-    return min((output.sqnr for output in outputs if output.sqnr is not None), default=-1.0)
+    return _worst_output(validation)[0]
 
 
-def _standard_error_of_worst(validation: Validation) -> float:
-    """Return the standard error in dB of the worst output's SQNR."""
+def _worst_output(validation: Validation) -> tuple[float, float]:
+    """Return the SQNR in dB of the worst output and its standard error; -1 and 0 if none was measured."""
     outputs = () if validation.comparison is None else validation.comparison.outputs
-    known = [output for output in outputs if output.sqnr is not None]
-    return min(known, key=lambda output: output.sqnr or 0.0).sqnr_standard_error if known else 0.0
+    return min(((o.sqnr, o.sqnr_standard_error) for o in outputs if o.sqnr is not None), default=(-1.0, 0.0))
 
 
 class _CandidatePlans(NamedTuple):
@@ -879,18 +874,14 @@ class _CandidatePlans(NamedTuple):
         return replace_sites(self.plan, replacements, SEARCH_RULE, lambda index: self._reason(index, changed[index]))
 
     def _reason(self, index: int, candidate: str) -> str:
-        errors, is_float = self.errors[index], candidate == FLOAT_CANDIDATE
-        rules_db, candidate_db = _error_to_db(errors[RULE_CANDIDATE]), _error_to_db(errors.get(candidate, 0.0))
+        is_float = candidate == FLOAT_CANDIDATE
+        rules_error, error = self.errors[index][RULE_CANDIDATE], self.errors[index].get(candidate, 0.0)
         reason = f"the search {'keeps it float' if is_float else f'chose {candidate}'} for {self.bounds}"
-        if rules_db is not None:
-            reason += f"; quantized alone by the rules, it leaves {rules_db:.1f} dB at the outputs"
-            if not is_float and candidate_db is not None:
-                reason += f", and {candidate_db:.1f} dB with this candidate"
+        if rules_error:
+            reason += f"; quantized alone by the rules, it leaves {error_to_db(rules_error):.1f} dB at the outputs"
+            if not is_float and error:
+                reason += f", and {error_to_db(error):.1f} dB with this candidate"
         return reason
-
-
-def _error_to_db(error: float) -> float | None:
-    return -10 * math.log10(error) if error else None
 
 
 def _sensitivity_of_ops(trace: SearchTrace, built: BuiltModel) -> Sensitivity:
@@ -901,4 +892,4 @@ def _sensitivity_of_ops(trace: SearchTrace, built: BuiltModel) -> Sensitivity:
         if index in trace.site_errors
         for output in pair.outputs
     }
-    return Sensitivity(errors=errors, runs=0, samples=0)
+    return Sensitivity(errors=errors, samples=0)

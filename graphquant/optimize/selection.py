@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import fsum
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.optimize.candidates import FLOAT_GROUP_COST, Candidate, ScaleGroup
 from graphquant.optimize.search_budget import SearchLimitError, StopReason
+from graphquant.optimize.sensitivity import error_to_db
 
 if TYPE_CHECKING:
     from graphquant.ir import OpKey
@@ -194,7 +195,9 @@ MIN_AIM_STEP_DB = 0.3  # smallest difference of two aims in dB that is worth a p
 FIRST_SHIFT_DB = 0.5  # dB by which the first predictions are too high, because plans are chosen for high ones
 NEAR_MISS_DB = 2.0  # miss in dB that a nearly equal plan may correct, because errors have heavy tails
 UNCERTAIN_DB = 2.0  # predicted miss in dB up to which a plan is measured, because estimates are uncertain
+PREDICTION_ERROR_DB = 1.0  # error in dB of the predicted difference of two plans, with the margin for other samples
 MAX_CONSECUTIVE_MISSES = 6  # maximum number of cheaper plans in a row that miss the bound
+MAX_REPLACED_OPS = 3  # number of the most expensive float ops for which other ops are tried
 MAX_COST_RATIO = 0.98  # relative cost below which a cheaper plan is tried
 
 
@@ -250,6 +253,7 @@ class _PlanSearch:
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
         self._blocks, self._predict = blocks, predict
+        self._is_greedy = len({op for group in groups for op in group.ops}) > MAX_EXHAUSTIVE_OPS
         self._qualities: dict[Selection, PlanQuality] = {}
         self._best = self._measure_selection((0,) * len(groups))
 
@@ -278,8 +282,7 @@ class _PlanSearch:
 
     def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
         """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
-        quality, error = self._best[1], total_error(self._groups, self._best[0])
-        aim = -10 * math.log10(error) if error else math.inf
+        quality, aim = self._best[1], error_to_db(total_error(self._groups, self._best[0]))
         for _ in range(MAX_CLIMB_PLANS):
             missed, step = aim, CLIMB_STEP_DB
             if target_sqnr is not None and math.isfinite(quality.sqnr):
@@ -337,23 +340,46 @@ class _PlanSearch:
                 base_selection, missed = self._best[0], 0
                 ops = high_precision_ops(self._groups, base_selection)
                 waiting = cheaper_selections(self._groups, self._costs, ops, MAX_COST_RATIO)[::-1]
+                waiting += self._replace_expensive_ops(ops) if self._is_greedy and self._predict is not None else []
             if (selection := self._next_untried(waiting, target_sqnr)) is None:
                 break
             missed += not self._try_selection(selection).met
             waiting.append(selection)
+
+    def _replace_expensive_ops(self, ops: Collection[OpKey]) -> list[Selection]:
+        """Return cheaper selections that keep one of the most expensive `ops` on integers and others in float instead.
+
+        Greedy steps never exchange ops. As estimates are uncertain, the errors may add up to more than those of `ops`.
+        """
+        groups, costs, max_cost = self._groups, self._costs, MAX_COST_RATIO * self._best[2]
+        max_error = total_error(groups, self._best[0]) * 10 ** (UNCERTAIN_DB / 10)
+        dearest = sorted(ops, key=lambda op: (-costs[op], op))[:MAX_REPLACED_OPS]
+        chosen = [choose_selection(groups, {**costs, op: math.inf}, max_error, self._blocks) for op in dearest]
+        cheaper = [entry for entry in chosen if selection_cost(groups, entry, costs) <= max_cost]
+        return sorted(cheaper, key=lambda entry: -selection_cost(groups, entry, costs))
 
     def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
         """Next selection that was not measured, or one of equal cost after a near miss."""
         while waiting:
             selection = waiting.pop()
             if selection not in self._qualities:
-                if target_sqnr is None or self._predict_sqnr(selection) >= target_sqnr - UNCERTAIN_DB:
+                if target_sqnr is None or self._may_meet(selection, target_sqnr):
                     return selection
                 continue
             if target_sqnr is not None and target_sqnr - NEAR_MISS_DB < self._qualities[selection].sqnr < target_sqnr:
                 lighter = lighter_selection(self._groups, selection)
                 waiting += [lighter] if lighter != selection else []
         return None
+
+    def _may_meet(self, selection: Selection, target_sqnr: float) -> bool:
+        """Return True if neither the estimate nor a run on few samples is clearly below the bound."""
+        if self._predict_sqnr(selection) < target_sqnr - UNCERTAIN_DB:
+            return False
+        if self._predict is None or not self._is_greedy:
+            return True
+        best_selection, quality, _ = self._best
+        change = self._predict(selection) - self._predict(best_selection)
+        return quality.sqnr + change >= target_sqnr - PREDICTION_ERROR_DB
 
     def _predict_sqnr(self, selection: Selection) -> float:
         """Predict the SQNR in dB of a selection from the estimated errors and two measured plans.

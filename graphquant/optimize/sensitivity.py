@@ -129,16 +129,13 @@ class Sensitivity:
     # Squared error that each quantization op adds alone, as a share of the output's power, for the output where it is
     # largest; by graph and name of the op.
     errors: Mapping[OpKey, float]
-    runs: int  # number of runs, including the references
     samples: int  # number of samples
     interrupted: bool = False  # True if Ctrl-C ended the analysis early
 
     def sqnr(self, graph: str, op: str) -> float | None:
         """SQNR in dB of the outputs with this quantization alone; None if unknown."""
         error = self.errors.get((graph, op))
-        if error is None or math.isnan(error):
-            return None
-        return -10 * math.log10(error) if error else math.inf
+        return None if error is None or math.isnan(error) else error_to_db(error)
 
 
 def measure_sensitivity(
@@ -161,21 +158,25 @@ def measure_sensitivity(
     """
     op_keys, switch_points = _find_switch_points(quantized_model, sites)
     feeds = list(chunk_sample_feeds(batches, inputs, batch_independent=batch_independent))
-    selected = [index for index, op_key in enumerate(op_keys) if only is None or op_key in only]
-    errors: dict[OpKey, float] = {}
-    runs, interrupted = 0, False
-    try:
-        for index, error, run_count in _measure_each(quantized_model, switch_points, selected, feeds):
-            errors[op_keys[index]] = error
-            runs += run_count
-            if progress is not None:
-                progress(len(errors), len(selected))
-    except KeyboardInterrupt:
-        interrupted = True
     samples = len(feeds)
     if batch_independent:
         samples = sum(next((len(value) for value in feed.values() if value.ndim), 1) for feed in feeds)
-    return Sensitivity(errors=errors, runs=runs, samples=samples, interrupted=interrupted)
+    switchable = set(find_switchable(quantized_model, switch_points))
+    selected = [index for index, op_key in enumerate(op_keys) if only is None or op_key in only]
+    selected.sort(key=lambda index: index not in switchable)
+    errors: dict[OpKey, float] = {}
+    interrupted = False
+    try:
+        for start in range(0, len(selected), SWITCHES_PER_SESSION):
+            measured = [op_keys[index] for index in selected[start : start + SWITCHES_PER_SESSION]]
+            switches = GroupSwitches(quantized_model, sites, [[op_key] for op_key in measured], feeds, samples)
+            for number, op_key in enumerate(measured):
+                errors[op_key] = switches.measure_error(frozenset([number]))
+                if progress is not None:
+                    progress(len(errors), len(selected))
+    except KeyboardInterrupt:
+        interrupted = True
+    return Sensitivity(errors=errors, samples=samples, interrupted=interrupted)
 
 
 def judge_corrected_biases(
@@ -194,30 +195,7 @@ def judge_corrected_biases(
     switches = GroupSwitches(quantized_model, sites, groups, feeds, samples)
     error = max(0.0, switches.error((0, 1)) - switches.error((1,)))
     errors = {**sensitivity.errors, **dict.fromkeys(corrected, error)}
-    return replace(sensitivity, errors=errors, runs=sensitivity.runs + switches.runs)
-
-
-def _measure_each(
-    quantized_model: Model, switch_points: Sequence[SwitchPoint], selected: Collection[int], feeds: Sequence[Feeds]
-) -> Iterator[tuple[int, float, int]]:
-    """Yield index, error and number of new runs for each switch point in `selected`."""
-    remaining = set(selected)
-    with_switch = [index for index in find_switchable(quantized_model, switch_points) if index in remaining]
-    for start in range(0, len(with_switch), SWITCHES_PER_SESSION):
-        group = with_switch[start : start + SWITCHES_PER_SESSION]
-        variant = insert_switches(quantized_model, switch_points, by_input={index: index for index in group})
-        session = _SwitchSession(variant.model, feeds, variant.feed())
-        for index in group:
-            yield index, session.relative_error(session, variant.feed({index})), session.take_run_count()
-    reference: _SwitchSession | None = None
-    for index in sorted(remaining - set(with_switch)):
-        reference_runs = 0
-        if reference is None:
-            reference = _SwitchSession(insert_switches(quantized_model, switch_points, by_input={}).model, feeds, {})
-            reference_runs = reference.take_run_count()
-        variant = insert_switches(quantized_model, switch_points, by_input={}, on={index})
-        isolated = _SwitchSession(variant.model, feeds, None)
-        yield index, isolated.relative_error(reference, {}), reference_runs + isolated.take_run_count()
+    return replace(sensitivity, errors=errors)
 
 
 class SiteBypass:
@@ -304,11 +282,12 @@ class GroupSwitches:
         """
         key = frozenset(on)
         if key not in self._errors:
-            error = self._measure(key)
+            error = self.measure_error(key)
             self._errors[key] = math.inf if math.isnan(error) else error
         return self._errors[key]
 
-    def _measure(self, on: frozenset[int]) -> float:
+    def measure_error(self, on: frozenset[int]) -> float:
+        """Measure the error that the groups `on` add; NaN if no output is a float."""
         fixed = frozenset(index for index, number in self._fixed.items() if number in on)
         if self._session is None or self._session[0] != fixed:
             variant = insert_switches(self._model, self._switch_points, by_input=self._by_input, on=fixed)
@@ -324,6 +303,11 @@ class GroupSwitches:
         return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
 
 
+def error_to_db(error: float) -> float:
+    """Return the SQNR in dB of an error that is a share of the outputs' power."""
+    return -10 * math.log10(error) if error else math.inf
+
+
 MIN_SPLIT_SHARE = 0.02  # share of the whole error below which a run of groups is not split
 MAX_ERROR = 1e6  # error that stands for infinity, so that sums and differences stay finite
 
@@ -335,18 +319,22 @@ def bisect_errors(
     blocks: Sequence[Sequence[int]],
     max_measurements: int,
     min_error: float = 0.0,
+    float_cost: Callable[[Collection[int]], float] = lambda _groups: 1.0,
 ) -> list[ErrorPart]:
     """Estimate the errors that groups add, with few measurements.
 
     Rounding errors are nearly independent, so those of two groups add up. The groups are measured together. Then the
-    run of blocks with the largest error is split, and both parts are measured, until the limit is reached or no part
-    matters. A single block is split into its groups in the same way.
+    run of blocks with the largest product of error and cost is split, and both parts are measured, until the limit is
+    reached or no part matters. A single block is split into its groups in the same way.
+
+    A cheap part of a large error becomes float in any case, and an expensive one of a small error never does.
 
     Args:
         measure: Returns the error with only the given groups quantized.
         blocks: The groups of each block, in graph order.
         max_measurements: Maximum number of calls of `measure`, at least 1.
         min_error: Error up to which a part is not split.
+        float_cost: Returns the cost of some groups in float. By default all parts cost the same.
 
     Returns:
         Parts that contain each group once. A group of its own part was measured alone.
@@ -359,12 +347,17 @@ def bisect_errors(
         return min(measure([group for block in part for group in block]), MAX_ERROR)
 
     parts = [(measure_part(whole), whole)]
-    max_error = parts[0][0]
+    smallest_error = max(MIN_SPLIT_SHARE * parts[0][0], min_error)
+
+    def uncertainty(entry: tuple[float, tuple[tuple[int, ...], ...]]) -> float:
+        return entry[0] * float_cost([group for block in entry[1] for group in block])
+
     for _ in range((max_measurements - 1) // 2):
         splittable = [entry for entry in parts if len(entry[1]) > 1 or len(entry[1][0]) > 1]
-        error, part = max(splittable, key=lambda entry: entry[0], default=(0.0, ()))
-        if not part or error <= max(MIN_SPLIT_SHARE * max_error, min_error):
+        splittable = [entry for entry in splittable if entry[0] > smallest_error]
+        if not splittable:
             break
+        error, part = max(splittable, key=uncertainty)
         position = parts.index((error, part))
         if len(part) > 1:
             halves = (part[: len(part) // 2], part[len(part) // 2 :])
@@ -425,17 +418,9 @@ class _SwitchSession:
     def __init__(self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None) -> None:
         self._runner = with_selections(formats.format_module(model.format).create_runner(model))
         self._feeds = feeds
-        self._runs = 0
-        self.references = [] if reference_switches is None else [self._run(feed, reference_switches) for feed in feeds]
-
-    def _run(self, feed: Feeds, switches: Feeds) -> dict[str, Array]:
-        self._runs += 1
-        return self._runner.run({**feed, **switches})
-
-    def take_run_count(self) -> int:
-        """Return the number of runs since the last call."""
-        runs, self._runs = self._runs, 0
-        return runs
+        self.references: list[dict[str, Array]] = []
+        if reference_switches is not None:
+            self.references += [self._runner.run({**feed, **reference_switches}) for feed in feeds]
 
     def relative_error(self, reference: _SwitchSession, switches: Feeds) -> float:
         """Largest relative squared error of a float output over all samples; NaN if there is none."""
@@ -443,7 +428,7 @@ class _SwitchSession:
         self._runner.start_sequence()
         compared = compared_outputs(self._runner, self._runner, {name: name for name in self._runner.outputs})
         for feed, expected in zip(self._feeds, reference.references, strict=True):
-            actual = self._run(feed, switches)
+            actual = self._runner.run({**feed, **switches})
             for name in compared:
                 if (value := expected.get(name)) is not None and value.dtype.kind == "f":
                     output_power, output_error = _power_and_error(value, actual.get(name))

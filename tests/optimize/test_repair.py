@@ -217,7 +217,7 @@ def test_errors_of_the_holdout_alone_are_repaired(
 def use_up_work(state: Any) -> None:
     """End a repair before it searches for float blocks."""
     state._find_groups()
-    state._charge(math.inf)
+    state._request.budget.charge(math.inf)
 
 
 def test_the_plan_of_a_repair_gives_the_same_model(outlier_net: Path) -> None:

@@ -31,6 +31,7 @@ from graphquant.optimize.search import (
 )
 from graphquant.optimize.search_budget import SearchLimitError
 from graphquant.optimize.selection import MAX_MEASUREMENTS
+from graphquant.optimize.sensitivity import error_to_db
 from graphquant.optimize.size_budget import SizedPlan
 from graphquant.quantize import Plan, Site, SkipCode
 from graphquant.rules import Scheme
@@ -161,14 +162,14 @@ def test_worst_output(sqnrs, worst, error):
         for output in validation.comparison.outputs
     ]
     validation = replace(validation, comparison=replace(validation.comparison, outputs=tuple(outputs)))
-    assert (search._worst_sqnr(validation), search._standard_error_of_worst(validation)) == (worst, error)
+    assert (search._worst_sqnr(validation), search._worst_output(validation)) == (worst, (worst, error))
 
 
 def test_no_comparison():
     """A model that cannot be measured is worse than all others."""
     validation = Validation(comparison=None, reuses_samples=False, bounds=Bounds())
     assert search._worst_sqnr(validation) == -1
-    assert [search._error_to_db(error) for error in (0.0, 1e-3)] == [None, pytest.approx(30)]
+    assert [error_to_db(error) for error in (0.0, 1e-3)] == [math.inf, pytest.approx(30)]
 
 
 # -- weight bit widths --------------------------------------------------------------------------
@@ -517,8 +518,9 @@ class Trials:
 
     interrupted, measured_sites, blocks, runs = False, frozenset({0, 1, 2}), (), 12
 
-    def __init__(self, prepared, plan, built, samples, order, progress, budget):
+    def __init__(self, prepared, plan, built, samples, order, progress, budget, costs):
         assert budget is None
+        assert costs
         assert (prepared, built, samples.count, order) == ("prepared", "worst fold", 20, [1, 0])
         assert progress is None or callable(progress)
         self.plan = plan

@@ -363,6 +363,40 @@ def test_predictions_are_corrected_by_measurements():
     assert sum(selection_cost(groups, chosen, costs) <= cheapest + 2 for chosen in measured[1:]) == len(measured) - 1
 
 
+def test_cheaper_plans_that_are_predicted_to_miss_are_not_measured():
+    """A cheaper plan whose predicted difference from the best plan is 1 dB too much takes no measurement."""
+    groups, costs = single_op_groups(30)
+    for error, tried in ((0.9, True), (1.1, False)):
+        measured = []
+
+        def measure(selection, measured=measured):
+            measured.append(selection)
+            return PlanQuality(met=sum(selection) >= 20, sqnr=30.0 if sum(selection) >= 20 else 20.0)
+
+        def predict(selection, error=error):
+            return 30.0 if sum(selection) >= 20 else 30.0 - error
+
+        search_cheapest_plan(groups, costs, measure, target_sqnr=30.0, predict=predict)
+        assert any(0 < sum(selection) < 20 for selection in measured) == tried
+
+
+def test_an_expensive_op_is_replaced_by_cheaper_ones():
+    """An expensive float op returns to integers if its error was overestimated, and cheaper ops become float."""
+    names = [f"op{index:02}" for index in range(20)]
+    groups = [make_group(["dear"], 1.0), *(make_group([name], 0.045) for name in names)]
+    costs = {key("dear"): 20.0, **{key(name): 1.0 for name in names}}
+
+    def sqnr(selection):
+        return -10 * np.log10(0.3 * (not selection[0]) + 0.045 * selection[1:].count(0))
+
+    def measure(selection):
+        return PlanQuality(met=sqnr(selection) >= 0.45, sqnr=sqnr(selection))
+
+    result = search_cheapest_plan(groups, costs, measure, target_sqnr=0.45, predict=sqnr)
+    assert (result.quality.met, result.selection[0]) == (True, 0)
+    assert selection_cost(groups, result.selection, costs) < 12.0
+
+
 def test_unpredictable_plans_are_not_searched_further():
     """Predictions without a finite value end the corrections; the plan of the rules stays the best."""
     groups, costs = single_op_groups(3)

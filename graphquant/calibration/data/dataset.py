@@ -31,6 +31,7 @@ LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "p
 """Keys that no input is expected to take."""
 
 RANDOM_PREFIX = "random:"
+SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 MAX_TOML_BYTES = 1 << 20
 
 PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
@@ -244,6 +245,16 @@ class Dataset:
     def feeds_between(self, start: int, stop: int) -> Iterator[Feed]:
         """Yield the feeds from sample `start` up to `stop`: one dictionary of input names and arrays for each."""
         return self.open_feeds(min(start, self.count), min(stop, self.count))
+
+    def spread_feeds(self, count: int) -> Iterator[Feed]:
+        """Yield `count` samples from all over the data."""
+        if self.count <= count:
+            yield from self
+            return
+        span_count = count // SAMPLE_SPANS
+        for span in range(SAMPLE_SPANS):
+            start = span * (self.count - span_count) // (SAMPLE_SPANS - 1)
+            yield from self.feeds_between(start, start + span_count)
 
     def first_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays of the first sample by input; none without samples."""
