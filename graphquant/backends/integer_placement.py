@@ -50,6 +50,10 @@ INT8_WORTHS, FINE_WORTHS = (1.5, 0.7, 0.4, 0.2, 0.0), (0.4, 0.2)
 """Shares of a weighted op's float time that int8 may cost in addition, in the order in which they are tried. The fine
 ones serve to be faster than float. Int8 saves energy and memory as well (see decision 0074)."""
 
+CLEAR_GAIN = 0.2
+"""Share of an op's float time that int8 has to save if no placement reaches the last of `TIME_RATIOS`. Estimates of
+smaller gains are not reliable, so a placement that is full of them may be slower than float."""
+
 TIME_RATIOS = (0.75, 0.95)
 """Estimated times of the model relative to float, the first of which decides that any worth of int8 reaches. The
 placement that keeps most in int8 is used.
@@ -515,7 +519,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     search = PlacementSearch(placement, table)
     float_time = search.time
     outcomes: list[tuple[float, list[int]]] = []
-    for worth in INT8_WORTHS:
+    for worth in (*INT8_WORTHS, -CLEAR_GAIN):
         int8_groups = PlacementSearch(placement, table, worth).run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
@@ -531,10 +535,11 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
         placed = without_float_ops(placement, plan, {*placement.decidable}, {})
         warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if plan.sites else []))
         return replace(placed if placed.sites else plan, warnings=warnings)
-    fast_enough = (outcome for limit in TIME_RATIOS for outcome in outcomes if outcome[0] <= limit)
-    coarse = [outcome for worth, outcome in zip(INT8_WORTHS, outcomes, strict=False) if worth not in FINE_WORTHS]
-    fastest = min(coarse, key=lambda outcome: outcome[0])
-    ratio, int8_groups = next(fast_enough, fastest)  # the fastest may be slower than float
+    usual, clear = outcomes[: len(INT8_WORTHS)], outcomes[len(INT8_WORTHS) :]
+    fast_enough = (outcome for limit in TIME_RATIOS for outcome in usual if outcome[0] <= limit)
+    coarse = [outcome for worth, outcome in zip(INT8_WORTHS, usual, strict=False) if worth not in FINE_WORTHS]
+    slow = clear[0] if clear else min(coarse, key=lambda outcome: outcome[0])
+    ratio, int8_groups = next(fast_enough, slow)  # it may be slower than float
     if round(ratio, 2) > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
     search.set_int8(int8_groups)

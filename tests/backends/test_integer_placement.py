@@ -1,7 +1,7 @@
 """Ops that stay float by their estimated cost, in plans of the shipped rules."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +139,17 @@ def test_least_slow(tmp_path):
     placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=2.0, conv_pointwise=1.1))
     assert quantized_weights(placed) == {"v", "u"}
     assert "1.07" in placed.warnings[0]
+
+
+def test_clear_gains(tmp_path):
+    """If no placement is clearly faster than float, only ops stay int8 that save a fifth of their float time."""
+    points = " ".join(f"{after} = Conv({before}, {after}w)" for before, after in pairwise("bcdefgy"))
+    shapes = {f"{name}w": POINTS for name in "cdefgy"}
+    _, prepared, plan = net(tmp_path, f"b = {CONV}(x, w) {points}", w=KERNEL, **shapes)
+    placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=0.75, conv_pointwise=0.99))
+    assert quantized_weights(placed) == {"w"}
+    placed = place_by_cost(prepared, plan, cost_table(0.0, conv_dense=0.85, conv_pointwise=0.99))
+    assert quantized_weights(placed) == {"w", *shapes}
 
 
 def test_region_without_weights(tmp_path):

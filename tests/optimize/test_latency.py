@@ -383,11 +383,31 @@ def test_short_runs_are_timed_in_blocks() -> None:
     assert measured_ratio.median == pytest.approx(2, rel=0.02)
 
 
+def spy_times(monkeypatch: pytest.MonkeyPatch, *medians: float) -> list[tuple[gq.Model, gq.Model]]:
+    """Let `insert` find these ratios of times; return the pairs of models that it times."""
+    timed: list[tuple[gq.Model, gq.Model]] = []
+
+    def time_beside_float(plain: gq.Model, quantized: gq.Model, _: object) -> TimeRatio:
+        timed.append((plain, quantized))
+        median = medians[len(timed) - 1]
+        return TimeRatio(median=median, low=median, high=median, first_seconds=median, second_seconds=1.0)
+
+    monkeypatch.setattr(importlib.import_module("graphquant.api.insert"), "time_beside_float", time_beside_float)
+    return timed
+
+
+def test_a_slow_result_is_compared_with_the_source(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that takes longer than the prepared model, but less than the source, is not slower than float."""
+    timed = spy_times(monkeypatch, 1.2, 0.7)
+    result = gq.insert(samples / "digits_cnn_bn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=20)
+    assert [plain is result.source for plain, _ in timed] == [False, True]
+    assert result.time_ratio is not None
+    assert result.time_ratio.median == 0.7
+
+
 def test_the_report_times_the_prepared_float_model(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A BatchNorm that only the preparation folds is no gain of the integers."""
-    timed: list[tuple[gq.Model, gq.Model]] = []
-    module = importlib.import_module("graphquant.api.insert")
-    monkeypatch.setattr(module, "time_beside_float", lambda plain, quantized, _: timed.append((plain, quantized)))
+    timed = spy_times(monkeypatch, 0.6)
     result = gq.insert(samples / "digits_cnn_bn.onnx", data=str(samples / "digits_cnn_calib.npz"), samples=20)
     ((plain, quantized),) = timed
     kinds = [{op.kind for _, op in model.reachable_ops()} for model in (result.source, plain, quantized)]
