@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import RESHAPING_KINDS, TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, Range
 from graphquant.quantize.ties import RELU_LIMITS, clip_limits
 
@@ -117,6 +117,29 @@ def limit_to_responsive(
     if first >= last or (first, last) == (0, GRID_POINTS - 1):
         return observed
     return Range(np.asarray(grid[first]), np.asarray(grid[last]))
+
+
+_INCREASING_KINDS = frozenset(
+    {*RELU_LIMITS, *RESHAPING_KINDS, *TRANSPARENT_KINDS, "flatten", "clip", "leaky_relu", "sigmoid", "tanh", "elu"}
+    | {"silu", "gelu", "hard_swish", "hard_sigmoid", "softplus", "max_pool"}
+)
+"""Kinds whose largest output follows from their largest input. Those with a minimum are included."""
+
+
+def is_read_by_maximum(model: Model, uses: Collection[Use]) -> bool:
+    """Return True if readers take only the maximum over an axis of a tensor, also behind activations and max pools."""
+    pending, is_read, seen = [*uses], False, 0
+    while pending and seen < MAX_OPS:
+        use, seen = pending.pop(), seen + 1
+        graph = model.graphs[use.graph]
+        op = graph.op(use.op)
+        if op.kind == "reduce_max" or op.type == "GlobalMaxPool":
+            is_read = True
+        elif op.kind in _INCREASING_KINDS:
+            pending += graph.consumers(TensorRef(graph.name, use.op))
+        else:
+            return False
+    return is_read and not pending
 
 
 def _responsive_indices(values: Array, levels: int) -> tuple[int, int]:

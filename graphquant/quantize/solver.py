@@ -42,7 +42,7 @@ from graphquant.numerics import (
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, search_block_params, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
-from graphquant.quantize.saturation import limit_to_responsive
+from graphquant.quantize.saturation import is_read_by_maximum, limit_to_responsive
 from graphquant.quantize.solver_state import (
     Solution,
     SolverState,
@@ -203,6 +203,10 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
             state.add_note(index, f"{nan_count} NaN values were ignored")
         ranges = [observer.choose_range(sketch, site.scheme.grid, arguments) for sketch in site_sketches]
         value_range = ranges[0]
+        is_auto = site.scheme.observe.name == "auto" and not site.parameter
+        if is_auto and is_read_by_maximum(state.model, site.uses):
+            observed = OBSERVERS["minmax"].choose_range(site_sketches[0], site.scheme.grid, {})
+            value_range = value_range.union(Range(value_range.low, observed.high))
         if len(ranges) > 1:
             lows, highs = zip(*((channel.low, channel.high) for channel in ranges), strict=True)
             value_range = Range(np.array(lows), np.array(highs))

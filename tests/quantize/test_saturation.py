@@ -9,10 +9,11 @@ import onnx
 import onnx.parser
 import pytest
 
+import graphquant as gq
 from graphquant.formats.onnx import load
 from graphquant.ir import Parameters, TensorRef
 from graphquant.numerics import Range
-from graphquant.quantize.saturation import limit_to_responsive
+from graphquant.quantize.saturation import MAX_OPS, is_read_by_maximum, limit_to_responsive
 
 CONSTANTS = (
     "float three = {3.0}, float zero = {0.0}, float six = {6.0}, float sixth = {0.16666667}, float fifth = {0.2},"
@@ -112,3 +113,50 @@ def test_result_without_change(tmp_path: Path) -> None:
 def test_fine_types(tmp_path: Path) -> None:
     """More levels have smaller steps, so the range of a SiLU is longer."""
     assert limited(tmp_path, SILU, -30.0, 20.0, levels=65535)[0] < -9
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("m = ReduceMax<axes = [1]>(c) y = Neg(m)", True),
+        ("m = GlobalMaxPool(c) y = Neg(m)", True),
+        ("r = Relu(c) p = MaxPool<kernel_shape = [2, 2]>(r) m = ReduceMax<axes = [1]>(p) y = Neg(m)", True),
+        ("p = MaxPool<kernel_shape = [2, 2]>(c) y = Neg(p)", False),
+        ("n = Neg(c) m = ReduceMax<axes = [1]>(n) y = Neg(m)", False),
+        ("m = ReduceMax<axes = [1]>(c) n = Neg(c) y = Add(m, n)", False),
+        (
+            " ".join(f"r{n + 1} = Relu({f'r{n}' if n else 'c'})" for n in range(MAX_OPS)) + f" y = Neg(r{MAX_OPS})",
+            False,
+        ),
+    ],
+)
+def test_read_by_maximum(tmp_path: Path, body: str, expected: bool) -> None:
+    """A tensor counts if its readers take only its maximum over an axis, behind increasing ops, but not in part."""
+    text = f'<ir_version: 8, opset_import: ["" : 13]> g (float[2,4,6,6] x) => (float y) {{ c = Neg(x) {body} }}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    model = load(tmp_path / "model.onnx")
+    assert is_read_by_maximum(model, model.main.consumers_by_port("c")[0]) == expected
+
+
+@pytest.mark.parametrize("end", ["ReduceMax<axes = [2, 3]>", "GlobalAveragePool"])
+def test_maxima_are_not_clipped(tmp_path: Path, end: str) -> None:
+    """The range of a tensor of which only maxima are read has its largest value; a mean can do without."""
+    text = f'<ir_version: 8, opset_import: ["" : 13]> g (float[1,1,32,32] x) => (float y) {{ c = Conv(x, w) y = {end}(c) }}'
+    message = onnx.parser.parse_model(text)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "w"))
+    onnx.save(message, tmp_path / "model.onnx")
+    values = np.random.default_rng(0).normal(0, 1, (64, 1, 32, 32)).astype(np.float32)
+    values[0, 0, 0, 0] = 40
+    stats = gq.calibrate(tmp_path / "model.onnx", data={"x": values}, everything=True)
+    result = gq.insert(tmp_path / "model.onnx", stats=stats, rules=str(write_rule(tmp_path)))
+    (pair,) = [pair for pair in result.inserted if pair.site.tensor.op == "c"]
+    high = float((255 - pair.params.zero_point) * pair.params.scale)
+    assert (high > 39) == end.startswith("ReduceMax")
+
+
+def write_rule(folder: Path) -> Path:
+    """Write a rule that quantizes the outputs of convolutions."""
+    scheme = '[scheme.act]\ndtype = "uint8"\nzero = "asymmetric"\nobserve = "auto"\n'
+    rule = '[[rule]]\nname = "all"\nproducer = {kind = "conv"}\nquantize = "act"\n'
+    (folder / "all.toml").write_text(f"{scheme}{rule}", "utf-8")
+    return folder / "all.toml"
