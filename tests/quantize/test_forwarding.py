@@ -218,6 +218,24 @@ def test_arguments_of_a_body_do_not_hide_outer_tensors(tmp_path, outer, body, ou
     assert prove_stripped(gq.strip(result.save(tmp_path / "quantized.onnx")), source).holds
 
 
+def test_a_hiding_argument_that_the_body_returns(tmp_path):
+    """Its output gets the new name of the argument."""
+    rng = np.random.default_rng(0)
+    text = """g (float[1, 4] x, int64 n, bool t) => (float[1, 4] y, float[1, 4] z) {
+        h = MatMul(x, w) k = Identity(h)
+        y, z = Loop(n, t, h, x) <body = b (int64 i, bool c, float[1, 4] q, float[1, 4] h) =>
+            (bool c, float[1, 4] o, float[1, 4] h) { p = MatMul(q, v) r = Add(p, k) o = Add(r, h) }>
+    }"""
+    model = load_onnx(tmp_path, text, {name: rng.normal(size=(4, 4)).astype(np.float32) / 2 for name in "wv"})
+    feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
+    prepared = onnx_format.emit(prepare(model, DROP_STEPS)[0])
+    for first, second in zip(run_onnx(prepared, feeds), run_onnx(model.source.message, feeds), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5)
+    samples = {"x": rng.normal(size=(8, 1, 4)).astype(np.float32), "n": np.full(8, 3), "t": np.full(8, True)}
+    result = gq.insert(model, data=samples, min_sqnr="none")
+    assert prove_stripped(gq.strip(result.save(tmp_path / "quantized.onnx")), tmp_path / "model.onnx").holds
+
+
 def test_arguments_of_a_body_do_not_hide_weights(tmp_path):
     """The argument that a weight replaces gets another name if it has the weight's."""
     weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
