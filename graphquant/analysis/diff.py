@@ -225,7 +225,8 @@ def _op_changes(
         return  # it also saves the variables of learned ranges
     stored = first_op.kind in STORED_KINDS  # matched ops are both stored, or have the same type
     same_value = stored and {output.name for output in first_op.outputs} & {output.name for output in second_op.outputs}
-    if name != second_op.name and not same_value:  # a Constant node may have become an initializer
+    has_position = first_op.kind in BOUNDARY_KINDS and first_graph.parent is not None  # which counts, not its name
+    if name != second_op.name and not same_value and not has_position:  # a Constant may have become an initializer
         yield ModelChange("op-renamed", location, f"was {qualified_op_name(first_graph.name, name)}")
     yield from _weight_changes(location, first_op, second_op)
     if stored:

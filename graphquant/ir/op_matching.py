@@ -115,6 +115,11 @@ def _match_graphs(first: Graph, second: Graph, matching: OpMatching) -> None:
         same_name = second_ops.get(op.name)
         if same_name is not None and not is_inserted(op) and _may_be_same_op(op, same_name):
             link((first.name, op.name), (second.name, op.name))
+    if first.parent is not None and len(first.outputs) == len(second.outputs):  # their positions count, not their names
+        for names in zip(first.outputs, second.outputs, strict=True):
+            first_key, second_key = (first.name, names[0]), (second.name, names[1])
+            if first_key not in matching.forward and second_key not in matching.backward:
+                link(first_key, second_key)
     models = Model(format="", graphs=first.graphs), Model(format="", graphs=second.graphs)
     for first_key, second_key in linked:  # grows while matches are added
         for first_neighbor, second_neighbor in (

@@ -194,10 +194,8 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
         for name, value in float_outputs[0].items()
         if value.dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
     ]
-    powers = [
-        float(np.mean([np.square(outputs[name], dtype=np.float64).sum() for outputs in float_outputs])) or 1.0
-        for name in names
-    ]
+    values = {name: [outputs[name] for outputs in float_outputs] for name in names}
+    powers = [np.mean([_squared_error(each, np.zeros_like(each)) for each in values[name]]) or 1.0 for name in names]
     rows = []
     for outputs, quantized in zip(float_outputs, runner.run_each(samples.validation_feeds), strict=True):
         rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
@@ -209,10 +207,11 @@ MIN_COMPARABLE_SAMPLES = 2  # the least with a standard error
 
 
 def _squared_error(expected: Array, actual: Array | None) -> float:
-    """Squared error of an output; infinite if it is missing or has another shape."""
+    """Squared error of an output's values that are finite in float; infinite if it is missing or has another shape."""
     if actual is None or actual.shape != expected.shape:
         return float("inf")
-    return float(np.square(np.subtract(actual, expected, dtype=np.float64)).sum())
+    finite = np.isfinite(expected)
+    return float(np.square(np.subtract(actual[finite], expected[finite], dtype=np.float64)).sum())
 
 
 def rejection_reason(before: Array, after: Array, min_standard_errors: float = MIN_GAIN_STANDARD_ERRORS) -> str:
@@ -220,14 +219,14 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
 
     `before` and `after` are the squared error of each output relative to its power, float64 (samples, outputs). The
     mean error reduction of some output must exceed 0 by `min_standard_errors`. Samples do not count if the model before
-    gives one of their outputs another shape, as a decoder does that chooses another token.
+    gives one of their outputs another shape, as a decoder does that chooses another token, or infinite values.
     """
     comparable = np.isfinite(before).all(axis=1)
     if not np.isfinite(after[comparable]).all():
-        return "an output gets another shape"
+        return "an output gets another shape or infinite values"
     before, after = before[comparable], after[comparable]
     if len(before) < MIN_COMPARABLE_SAMPLES:
-        return f"only {len(before)} samples have outputs of the same shape as in float"
+        return f"only {len(before)} samples have outputs of the same shape as in float, with finite values"
     return _gain_rejection(before, after, min_standard_errors)
 
 

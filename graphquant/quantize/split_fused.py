@@ -163,7 +163,8 @@ class _Split:
 def split_prelus(model: Model) -> Iterator[Step]:
     """Replace each float32 PRelu with constant slopes by the maximum of x and slope * x, which has the same values.
 
-    With a slope above 1 it is the sum of the positive values and of the products of the negative ones.
+    With a slope above 1 it is the sum of the positive values and of the products of the negative ones, and with a slope
+    of 0 too, because the product of 0 and an infinite value is no number.
     """
     parameters = Parameters(model)
     if not model.traits.named_values or model.opset < BROADCASTING_OPSET:
@@ -173,7 +174,9 @@ def split_prelus(model: Model) -> Iterator[Step]:
         values = None if slope is None else parameters.value(slope)
         if tensor is None or slope is None or values is None or graph.is_function or op.outputs[0].dtype != "float32":
             continue
-        yield _split_prelu(model, graph, op, (tensor, slope), is_maximum=bool((values <= 1).all()))
+        if not np.isfinite(values).all():  # positive values would become NaN
+            continue
+        yield _split_prelu(model, graph, op, (tensor, slope), is_maximum=bool(((values <= 1) & (values != 0)).all()))
 
 
 def _split_prelu(

@@ -6,7 +6,7 @@ If the model has a record of its source, `quantize.source_record` restores that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from graphquant.errors import InternalError
@@ -158,6 +158,8 @@ class _QuantizationRemover:
         read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
         shape = self._model.output(integers).shape
         constant = new_op(graph, name, dtype, shape, kind="constant", type="Constant", roles=(), read_value=read_value)
+        if op.anchor and name not in graph and any(name in body.inputs for body in self._changed.graphs.values()):
+            constant = replace(constant, name=name, outputs=(replace(constant.outputs[0], name=name),))
         float_tensor = graph.add_op(constant)
         self._floats[key] = float_tensor, params
         return float_tensor

@@ -16,6 +16,7 @@ from graphquant.optimize.algorithm import (
     AlgorithmResult,
     PreCalibrationState,
     WeightEdits,
+    _squared_error,
     apply_validated,
     rejection_reason,
 )
@@ -207,11 +208,19 @@ def test_outputs_of_another_shape():
     """Samples whose outputs have another shape before do not count; an algorithm must not cause another shape."""
     before, after = np.ones((16, 1)), np.full((16, 1), 0.25)
     before[3], after[5] = np.inf, np.inf
-    assert rejection_reason(before, after) == "an output gets another shape"
+    assert rejection_reason(before, after) == "an output gets another shape or infinite values"
     after[5], after[3] = 0.25, np.inf
     assert rejection_reason(before, after) == ""
     before[1:] = np.inf
     assert rejection_reason(before, after).startswith("only 1 samples")
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_values_that_are_not_finite_in_float(value):
+    """They have no error, so that the other values of the output, and the other outputs, decide."""
+    expected, actual = np.array([value, 3, 4], np.float32), np.array([value, 3, 6], np.float32)
+    assert _squared_error(expected, actual) == 4
+    assert _squared_error(expected, np.zeros(3, np.float32)) == 25
 
 
 def expected_decision(before, after, least):

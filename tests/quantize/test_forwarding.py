@@ -5,6 +5,7 @@ import pytest
 from support.onnx_models import load_onnx, run_onnx
 
 import graphquant as gq
+from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
 from graphquant.quantize import find_skipped_steps, prepare
 
@@ -181,13 +182,68 @@ def test_loops_read_weights_from_outside(tmp_path, returned, more, count):
         np.testing.assert_allclose(first, second, rtol=1e-6)  # a product with a constant sums in another order
 
 
+@pytest.mark.parametrize(
+    ("outer", "body", "outputs"),
+    [
+        ("h = MatMul(x, w) k = Identity(x)", ("x", "{ co = Identity(c) p = MatMul(x, v) o = Add(p, k) }"), "y"),
+        ("h = MatMul(x, w) k = Identity(v)", ("v", "{ co = Identity(c) o = MatMul(v, k) }"), "y"),
+        ("h = MatMul(x, w) k = Identity(h)", ("h", "{ co = Identity(c) p = MatMul(h, v) o = Add(p, k) }"), "y"),
+        ("h = MatMul(x, w) k = Identity(h)", ("h", "{ co = Identity(c) p = MatMul(h, v) o = Add(p, k) }"), "y, h"),
+        (
+            "h = MatMul(x, w) k = Identity(h)",
+            (
+                "h",
+                """{ co = Identity(c) p = Loop(n, t, h) <body = b2 (int64 j, bool d, float[1, 4] h) =>
+                (bool do, float[1, 4] q) { do = Identity(d) r = MatMul(h, v) q = Add(r, k) }> o = Tanh(p) }""",
+            ),
+            "y",
+        ),
+    ],
+    ids=["input", "weight", "value", "output", "nested"],
+)  # fmt: skip
+def test_arguments_of_a_body_do_not_hide_outer_tensors(tmp_path, outer, body, outputs):
+    """Bodies can read inputs, weights, values and outputs that have the name of an argument; strip restores them."""
+    rng = np.random.default_rng(0)
+    declared = ", ".join(f"float[1, 4] {name}" for name in outputs.split(", "))
+    head = f"<body = b (int64 i, bool c, float[1, 4] {body[0]}) => (bool co, float[1, 4] o)"
+    text = f"g (float[1, 4] x, int64 n, bool t) => ({declared}) {{ {outer} y = Loop(n, t, h) {head} {body[1]}> }}"
+    model = load_onnx(tmp_path, text, {name: rng.normal(size=(4, 4)).astype(np.float32) / 2 for name in "wv"})
+    source = tmp_path / "model.onnx"
+    prepared = onnx_format.emit(prepare(model, DROP_STEPS)[0])
+    feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
+    for first, second in zip(run_onnx(prepared, feeds, check=True), run_onnx(model.source.message, feeds), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5)
+    samples = {"x": rng.normal(size=(8, 1, 4)).astype(np.float32), "n": np.full(8, 3), "t": np.full(8, True)}
+    result = gq.insert(model, data=samples, min_sqnr="none")
+    assert prove_stripped(gq.strip(result.save(tmp_path / "quantized.onnx")), source).holds
+
+
+def test_a_hiding_argument_that_the_body_returns(tmp_path):
+    """Its output gets the new name of the argument."""
+    rng = np.random.default_rng(0)
+    text = """g (float[1, 4] x, int64 n, bool t) => (float[1, 4] y, float[1, 4] z) {
+        h = MatMul(x, w) k = Identity(h)
+        y, z = Loop(n, t, h, x) <body = b (int64 i, bool c, float[1, 4] q, float[1, 4] h) =>
+            (bool c, float[1, 4] o, float[1, 4] h) { p = MatMul(q, v) r = Add(p, k) o = Add(r, h) }>
+    }"""
+    model = load_onnx(tmp_path, text, {name: rng.normal(size=(4, 4)).astype(np.float32) / 2 for name in "wv"})
+    feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
+    prepared = onnx_format.emit(prepare(model, DROP_STEPS)[0])
+    for first, second in zip(run_onnx(prepared, feeds), run_onnx(model.source.message, feeds), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-5)
+    samples = {"x": rng.normal(size=(8, 1, 4)).astype(np.float32), "n": np.full(8, 3), "t": np.full(8, True)}
+    result = gq.insert(model, data=samples, min_sqnr="none")
+    assert prove_stripped(gq.strip(result.save(tmp_path / "quantized.onnx")), tmp_path / "model.onnx").holds
+
+
 def test_arguments_of_a_body_do_not_hide_weights(tmp_path):
-    """A weight gets another name if the argument that it replaces has its name."""
+    """The argument that a weight replaces gets another name if it has the weight's."""
     weight = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     text = LOOP.format(returned="w", more="").replace("4] v", "4] w").replace("(h, v)", "(h, w)").replace("(v)", "(w)")
     model = load_onnx(tmp_path, f"g {text}", {"w": weight})
     message = onnx_format.emit(prepare(model, DROP_STEPS)[0])
-    assert "w/outer" in {tensor.name for tensor in message.graph.initializer}
+    (loop,) = (node for node in message.graph.node if node.op_type == "Loop")
+    assert "w/inner" in {info.name for info in loop.attribute[0].g.input}
     feeds = {"x": np.ones((1, 4), np.float32), "n": np.array(3), "t": np.array(True)}
     for first, second in zip(run_onnx(message, feeds, check=True), run_onnx(model.source.message, feeds), strict=True):
         np.testing.assert_allclose(first, second, rtol=1e-6)

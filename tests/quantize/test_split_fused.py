@@ -37,9 +37,12 @@ def load_fused(folder, graph, opset=13):
     return gq.load(folder / "fused.onnx")
 
 
-@pytest.mark.parametrize(("slopes", "types"), [((-0.5, 0, 1), "Mul Max"), ((0.2, 1, 7), "Min Relu Mul Add")])
+@pytest.mark.parametrize(
+    ("slopes", "types"),
+    [((-0.5, 0.3, 1), "Mul Max"), ((0.2, 1, 7), "Min Relu Mul Add"), ((0, 0.5, 1), "Min Relu Mul Add")],
+)
 def test_prelu(tmp_path, slopes, types):
-    """A PRelu becomes a maximum, or a sum if a slope is above 1: with the same values, and it can be undone."""
+    """A PRelu becomes a maximum, or a sum if a slope is 0 or above 1: with the same values, and it can be undone."""
     weights = {"w": WEIGHTS["w"][:3], "s": np.array(slopes, np.float32).reshape(3, 1, 1)}
     text = "g (float[2, 3, 8, 8] x) => (float[2, 3, 6, 6] y) { c = Conv(x, w) p = PRelu(c, s) y = Neg(p) }"
     model = load_onnx(tmp_path, text, weights)
@@ -48,11 +51,22 @@ def test_prelu(tmp_path, slopes, types):
     assert [(step.step, step.target) for step in steps] == [("split-prelu", "p")]
     assert sorted(node.op_type for node in message.graph.node) == sorted(["Conv", *types.split(), "Neg"])
     feeds = {"x": np.random.default_rng(0).normal(0, 1, (2, 3, 8, 8)).astype(np.float32)}
-    assert (run_onnx(model.source.message, feeds)[0] == run_onnx(message, feeds, check=True)[0]).all()
+    for value in (feeds["x"][0, 0, 0, 0], np.inf, -np.inf, np.nan):
+        feeds["x"][0, 0, 0, 0] = value
+        expected, actual = run_onnx(model.source.message, feeds)[0], run_onnx(message, feeds, check=True)[0]
+        np.testing.assert_array_equal(actual, expected)
     samples = {"x": np.random.default_rng(1).normal(0, 1, (8, 2, 3, 8, 8)).astype(np.float32)}
     result = gq.insert(model, data=samples, float_weights=True, min_sqnr="none")
     assert [step.target for step in result.plan.steps if step.step == "split-prelu"] == ["p"]
     assert gq.strip(result.save(tmp_path / "quantized.onnx")).exact
+
+
+@pytest.mark.parametrize("slope", [np.inf, -np.inf, np.nan])
+def test_prelus_with_infinite_slopes_stay(tmp_path, slope):
+    """The product of such a slope and 0 is no number."""
+    text = "g (float[2, 3] x) => (float[2, 3] y) { y = PRelu(x, s) }"
+    model = load_onnx(tmp_path, text, {"s": np.array([0.5, slope, 2], np.float32)})
+    assert prepare(model, ("split-prelu",))[1] == ()
 
 
 def test_other_prelus_stay(tmp_path):

@@ -109,9 +109,10 @@ class _MessageEmitter:
         graphs = self._model.graphs
         for name, graph in graphs.items():
             self._output_renames[name] = plan_output_names(self._model, graph, self._source.graphs[name])
-        for tensor in hidden_tensors(self._model):
-            renames, value = self._output_renames[tensor.graph], self._model.output(tensor).name
-            renames.renamed_tensors.setdefault(tensor, renames.free_name(graphs[tensor.graph], f"{value}/outer"))
+        free_name = self._output_renames[""].free_name  # bodies within each other need different names
+        for argument in dict.fromkeys(hiding_arguments(self._model)):
+            new_name = free_name(graphs[argument.graph], f"{argument.op}/inner")
+            self._output_renames[argument.graph].renamed_tensors[argument] = new_name
         for renames in self._output_renames.values():
             self._renamed_tensors.update(renames.renamed_tensors)
         uses = [use for graph in graphs.values() for use in graph.rerouted_uses]
@@ -232,7 +233,7 @@ class _MessageEmitter:
         self._imported_domains.add(domain)
 
     def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
-        """Drop inputs that were removed or became constants, change types, and add new inputs."""
+        """Drop inputs that were removed or became constants, change types, add new inputs, and rename arguments."""
         input_names = set(graph.inputs)
         retain_entries(target.input, lambda info: info.name in input_names)
         ends = [(info, graph.op(info.name).outputs[0]) for info in target.input]
@@ -255,6 +256,10 @@ class _MessageEmitter:
                 output = op.outputs[0]
                 info = helper.make_tensor_value_info(op.name, DTYPE_CODES[output.dtype or "float32"], output.shape)
                 target.input.append(info)
+        renamed = {tensor.op: name for tensor, name in self._output_renames[graph.name].renamed_tensors.items()}
+        for info in chain(target.input, target.output):
+            if info.name in input_names:  # an output that is an argument has its name
+                info.name = renamed.get(info.name, info.name)
 
     def _patch_initializers(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Drop, replace, rename and add initializers."""
@@ -309,7 +314,8 @@ class _MessageEmitter:
             for port, output in enumerate(op.outputs)
         )
         types: dict[tuple[str, Shape], Any] = {}
-        for tensor, output in chain(((tensor, self._model.output(tensor)) for tensor in renamed), new_outputs):
+        values = (tensor for tensor in renamed if graph.op(tensor.op).kind != "input")
+        for tensor, output in chain(((tensor, self._model.output(tensor)) for tensor in values), new_outputs):
             name = self._renamed_tensors.get(tensor) or output.name
             if name not in output_names and output.dtype in DTYPE_CODES and output.shape is not None:
                 key = output.dtype, output.shape
@@ -423,10 +429,11 @@ def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> Ou
     return renames
 
 
-def hidden_tensors(model: Model) -> Iterator[TensorRef]:
-    """Yield the tensors of outer graphs that a body reads although an argument of the body has the same name.
+def hiding_arguments(model: Model) -> Iterator[TensorRef]:
+    """Yield the arguments of bodies that have the name of a tensor of an outer graph that the body reads.
 
-    Exporters repeat names in bodies, which is harmless until an edit lets the body read the outer tensor.
+    Exporters repeat names in bodies, which is harmless until an edit lets the body read the outer tensor. The position
+    of an argument counts, not its name.
     """
     for graph in model.graphs.values():
         if graph.parent is None:
@@ -434,9 +441,8 @@ def hidden_tensors(model: Model) -> Iterator[TensorRef]:
         for tensor in (tensor for op in graph.ops() for tensor in graph.slots(op.name)):
             inner = graph
             while tensor is not None and inner.name != tensor.graph and inner.parent is not None:
-                if model.output(tensor).name in inner.inputs:
-                    yield tensor
-                    break
+                if (name := model.output(tensor).name) in inner.inputs:
+                    yield TensorRef(inner.name, name)
                 inner = model.graphs[inner.parent[0]]
 
 

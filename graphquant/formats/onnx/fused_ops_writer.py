@@ -519,7 +519,7 @@ def _add_rounded(graph: Graph, source: TensorRef, reader: Op) -> list[TensorRef]
     fields: dict[str, Any] = {"kind": "integer", "type": DYNAMIC_QUANTIZE, "roles": ("input",), "rule": reader.rule}
     rounded = new_op(graph, f"{source.op}/rounded", "uint8", graph.output(source).shape, **fields)
     parameters = (("scale", "float32"), ("zero_point", "uint8"))
-    outputs = [Output(f"{rounded.name}/{name}", dtype, ()) for name, dtype in parameters]
+    outputs = [Output(graph.unique_name(f"{rounded.name}/{name}"), dtype, ()) for name, dtype in parameters]
     graph.add_op(replace(rounded, anchor=reader.anchor, outputs=(*rounded.outputs, *outputs)), [source])
     return [TensorRef(graph.name, rounded.name, port) for port in range(3)]
 

@@ -785,6 +785,23 @@ def test_dynamic_attention(tmp_path: Path, form: str, per: str) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_rounded_input_of_attention_gets_free_names(tmp_path: Path) -> None:
+    """The scale and the zero point of the rounded input do not get the name of another value."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(32, 96), scale=0.2).astype(np.float32), "b": np.zeros(96, np.float32)}
+    body = "y = com.microsoft.Attention<num_heads = 4>(x, w, b) z = Relu(x)"
+    inputs, outputs = "float[2, 5, 32] x", "float[2, 5, 32] y, float[2, 5, 32] z"
+    message = parse(body, inputs, outputs, weights, opset=17)
+    message.graph.node[1].output[0] = message.graph.output[1].name = "x/rounded/scale"
+    onnx.save(message, tmp_path / "float.onnx")
+    (tmp_path / "r.toml").write_text(ATTENTION_RULES.format(per="channel"))
+    result = gq.insert(tmp_path / "float.onnx", rules=tmp_path / "r.toml")
+    feeds = {"x": rng.normal(size=(2, 5, 32)).astype(np.float32)}
+    expected, actual = run(message, feeds), run(onnx_format.emit(result.model), feeds)
+    assert sqnr(expected[0], actual[0]) > 30
+    np.testing.assert_array_equal(expected[1], actual[1])
+
+
 @pytest.mark.parametrize("change", ["qkv_hidden_sizes = [32, 32, 32]", "summand"])
 def test_attention_without_a_dynamic_form_is_folded(tmp_path: Path, change: str) -> None:
     """QAttention has neither other widths of values nor a summand of the scores."""
