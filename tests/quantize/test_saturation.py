@@ -141,8 +141,8 @@ def test_read_by_maximum(tmp_path: Path, body: str, expected: bool) -> None:
 @pytest.mark.parametrize("end", ["ReduceMax<axes = [2, 3]>", "GlobalAveragePool"])
 def test_maxima_are_not_clipped(tmp_path: Path, end: str) -> None:
     """The range of a tensor of which only maxima are read has its largest value; a mean can do without."""
-    text = f'<ir_version: 8, opset_import: ["" : 13]> g (float[1,1,32,32] x) => (float y) {{ c = Conv(x, w) y = {end}(c) }}'
-    message = onnx.parser.parse_model(text)
+    graph = f"g (float[1,1,32,32] x) => (float y) {{ c = Conv(x, w) y = {end}(c) }}"
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> {graph}')
     message.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "w"))
     onnx.save(message, tmp_path / "model.onnx")
     values = np.random.default_rng(0).normal(0, 1, (64, 1, 32, 32)).astype(np.float32)
