@@ -170,7 +170,7 @@ def split_prelus(model: Model) -> Iterator[Step]:
     if not model.traits.named_values or model.opset < BROADCASTING_OPSET:
         return
     for graph, op in [(graph, op) for graph, op in model.reachable_ops() if op.kind == "prelu"]:
-        tensor, slope = graph.slots(op.name)
+        tensor, slope = [*graph.slots(op.name), None, None][:2]  # a file may lack one
         values = None if slope is None else parameters.value(slope)
         if tensor is None or slope is None or values is None or graph.is_function or op.outputs[0].dtype != "float32":
             continue

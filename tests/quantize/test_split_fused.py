@@ -70,9 +70,10 @@ def test_prelus_with_infinite_slopes_stay(tmp_path, slope):
 
 
 def test_other_prelus_stay(tmp_path):
-    """A PRelu whose slopes are computed, or whose values are float16, is not split."""
-    outputs = "float[2, 3] y, float16[2, 3] z"
-    text = f"g (float[2, 3] x, float[3] s, float16[2, 3] h) => ({outputs}) {{ y = PRelu(x, s) z = PRelu(h, f) }}"
+    """A PRelu whose slopes are computed or missing, or whose values are float16, is not split."""
+    outputs = "float[2, 3] y, float16[2, 3] z, float[2, 3] o"
+    body = "y = PRelu(x, s) z = PRelu(h, f) o = PRelu(x)"
+    text = f"g (float[2, 3] x, float[3] s, float16[2, 3] h) => ({outputs}) {{ {body} }}"
     model = load_onnx(tmp_path, text, {"f": np.full(3, 0.5, np.float16)})
     assert prepare(model, ("split-prelu",))[1] == ()
 
