@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.backends.onnxruntime_conditions import CONDITIONS
 from graphquant.backends.onnxruntime_costs import (
@@ -510,6 +510,14 @@ class PlacementSearch:
         return self._dequantize_time(position, reader)
 
 
+class _Outcome(NamedTuple):
+    """A placement, and the share of float time that int8 was allowed to cost."""
+
+    worth: float
+    ratio: float  # estimated time relative to float
+    int8_groups: list[int]
+
+
 def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     """Return the plan without the sites of ops that are estimated to be faster in float.
 
@@ -518,28 +526,28 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     placement = Placement(model, plan)
     search = PlacementSearch(placement, table)
     float_time = search.time
-    outcomes: list[tuple[float, list[int]]] = []
+    outcomes: list[_Outcome] = []
     for worth in (*INT8_WORTHS, -CLEAR_GAIN):
         int8_groups = PlacementSearch(placement, table, worth).run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
             break
         search.set_int8(int8_groups)
-        outcomes.append((search.time / float_time, int8_groups))
-        if outcomes[-1][0] <= TIME_RATIOS[0]:
+        outcomes.append(_Outcome(worth, search.time / float_time, int8_groups))
+        if outcomes[-1].ratio <= TIME_RATIOS[0]:
             break
     if any(op.kind in QUANTIZATION_KINDS for _, op in model.reachable_ops()):
         # What an earlier run left float stays float, unless it is now estimated to be faster on integers.
-        outcomes = [outcome for outcome in outcomes if outcome[0] <= TIME_RATIOS[-1]] or [(1.0, [])]
+        outcomes = [each for each in outcomes if each.ratio <= TIME_RATIOS[-1]] or [_Outcome(0.0, 1.0, [])]
     if not outcomes:
         placed = without_float_ops(placement, plan, {*placement.decidable}, {})
         warnings = (*plan.warnings, *([ALL_FLOAT_WARNING] if plan.sites else []))
         return replace(placed if placed.sites else plan, warnings=warnings)
-    usual, clear = outcomes[: len(INT8_WORTHS)], outcomes[len(INT8_WORTHS) :]
-    fast_enough = (outcome for limit in TIME_RATIOS for outcome in usual if outcome[0] <= limit)
-    coarse = [outcome for worth, outcome in zip(INT8_WORTHS, usual, strict=False) if worth not in FINE_WORTHS]
-    slow = clear[0] if clear else min(coarse, key=lambda outcome: outcome[0])
-    ratio, int8_groups = next(fast_enough, slow)  # it may be slower than float
+    fast_enough = (each for limit in TIME_RATIOS for each in outcomes if each.worth >= 0 and each.ratio <= limit)
+    clear = [each for each in outcomes if each.worth < 0]
+    coarse = [each for each in outcomes if each.worth >= 0 and each.worth not in FINE_WORTHS]
+    slow = clear[0] if clear else min(coarse or outcomes, key=lambda each: each.ratio)
+    _, ratio, int8_groups = next(fast_enough, slow)  # it may be slower than float
     if round(ratio, 2) > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
     search.set_int8(int8_groups)
