@@ -326,6 +326,10 @@ PREPARATION_STEPS: dict[str, Preparation] = {
         purpose="onnxruntime tests the sign of each value for a PRelu, which takes longer than a product and a maximum",
         apply=split_fused.split_prelus,
     ),
+    split_fused.REWRITE_NORMS_STEP: Preparation(
+        purpose="onnxruntime computes a sum and a norm in less time than the op that joins them, or parts of a norm",
+        apply=split_fused.rewrite_norms,
+    ),
     join_activations.JOIN_ACTIVATIONS_STEP: Preparation(
         purpose="behind an op on integers, onnxruntime computes an activation in parts one by one",
         apply=join_activations.join_activations,

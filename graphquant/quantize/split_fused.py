@@ -1,10 +1,13 @@
-"""Split ops into others that compute the same: PRelu, and those that ONNX Runtime fused when it saved a model.
+"""Split ops into others that compute the same: PRelu, norms, and those that ONNX Runtime fused when it saved a model.
 
 No backend quantizes com.microsoft's FusedConv, FusedGemm and FusedMatMul. Their parts are quantized as in any other
 model, and the runtime fuses those that stay float again.
 
 ONNX Runtime's PRelu tests the sign of each value, and takes up to 4 ns for one where signs alternate. A product and a
 maximum take 0.2 ns together.
+
+Since release 1.30 its SkipLayerNormalization takes up to 8 times as long as a sum and a LayerNormalization, and the six
+ops of a root mean square norm take three times as long as one.
 """
 
 from __future__ import annotations
@@ -16,13 +19,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from graphquant.ir import FUSED_PREFIX, RELU6_BOUNDS, Graph, Model, Op, Parameters, Shape, TensorRef, Use
+from graphquant.ir import (
+    FUSED_PREFIX,
+    MATRIX_PRODUCT_KINDS,
+    RELU6_BOUNDS,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    Shape,
+    TensorRef,
+    Use,
+)
 from graphquant.qdq.family import new_constant, new_op
-from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step, remove_unread_ops
 from graphquant.quantize.source_record import node_notes
 
 SPLIT_FUSED_STEP: Final = "split-fused"
 SPLIT_PRELU_STEP: Final = "split-prelu"
+REWRITE_NORMS_STEP: Final = "rewrite-norms"
 
 ACTIVATIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Relu": ("relu", ()),
@@ -41,6 +57,10 @@ FUSED_MATMUL_ATTRIBUTES: Final = frozenset({"alpha", *TRANSPOSING, "transBatchA"
 SUMMAND_SLOT: Final = 3  # input of a FusedConv that is added before the activation
 INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
 BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max and Min are broadcast
+RMS_NORM_OPSET: Final = 23  # from this opset RMSNormalization is a standard op
+SKIP_SUM_PORT: Final = 3  # output of a SkipLayerNormalization that is the sum before the norm
+BIASED_GELUS: Final = {"BiasGelu": ("gelu", "Gelu"), "FastGelu": ("other", "FastGelu")}
+"""Kind and type of the ops of com.microsoft that remain of an activation whose second input is a bias."""
 
 
 def split_fused_ops(model: Model) -> Iterator[Step]:
@@ -201,3 +221,141 @@ def _split_prelu(
     for slot, term in enumerate(terms):
         edits.connect(Use(graph.name, op.name, slot), term)
     return edits.to_step(SPLIT_PRELU_STEP, graph, op, f"is {op_type} of products with its slopes")
+
+
+def rewrite_norms(model: Model) -> Iterator[Step]:
+    """Write float32 norms, and biases before them or before a Gelu, in the ops that ONNX Runtime computes fastest.
+
+    A Sum before a LayerNormalization has the values of an Add. ONNX Runtime would join the Add and the norm to a
+    SkipLayerNormalization. A bias in an op of its own joins the product before it.
+    """
+    parameters = Parameters(model)
+    for graph, op in list(model.reachable_ops()) if model.traits.named_values else ():
+        if op.name not in graph or graph.is_function or not op.outputs or op.outputs[0].dtype != "float32":
+            continue
+        is_fused, inputs = op.domain == MICROSOFT_DOMAIN, graph.slots(op.name)
+        if is_fused and op.type == "SkipLayerNormalization":
+            if not graph.consumers_by_port(op.name).keys() & {1, 2}:  # mean and deviation
+                yield _NormRewrite(model, graph, op).split_skip()
+        elif is_fused and op.type in BIASED_GELUS and len(inputs) > 1 and inputs[1] is not None:
+            yield _NormRewrite(model, graph, op).split_gelu()
+        elif (
+            op.type == "Add"
+            and _is_before_norm(graph, op)
+            and not any(t and parameters.is_parameter(t) for t in inputs)
+        ):
+            yield _NormRewrite(model, graph, op).turn("add", "Sum")
+        elif op.type == "Sqrt" and (norm := _find_rms_norm(model, graph, op, parameters)) is not None:
+            yield norm.join()
+
+
+def _is_before_norm(graph: Graph, add: Op) -> bool:
+    """Return True if a LayerNormalization of three axes reads the sum, so that ONNX Runtime may join both."""
+    readers = graph.consumers(TensorRef(graph.name, add.name))
+    types = {graph.op(use.op).type for use in readers if use.graph == graph.name and use.slot == 0}
+    return "LayerNormalization" in types and len(add.outputs[0].shape or ()) == 3  # noqa: PLR2004
+
+
+def _find_rms_norm(model: Model, graph: Graph, root: Op, parameters: Parameters) -> _NormRewrite | None:
+    """Find x / sqrt(mean(x * x) + epsilon) * scale by its root, also with a product by the reciprocal of the root."""
+
+    def operands(op: Op | None, kind: str) -> tuple[list[TensorRef], list[Any]]:
+        """Return the computed operands of an op of this kind, and the values of the others."""
+        slots = [] if op is None or op.kind != kind else [slot for slot in graph.slots(op.name) if slot is not None]
+        computed = [slot for slot in slots if not parameters.is_parameter(slot)]
+        return computed, [parameters.value(slot) for slot in slots if slot not in computed]
+
+    def producer(tensors: list[TensorRef]) -> Op | None:
+        return graph.op(tensors[0].op) if len(set(tensors)) == 1 and tensors[0].graph == graph.name else None
+
+    def only_reader(op: Op) -> Op | None:
+        readers = graph.consumers(TensorRef(graph.name, op.name))
+        return graph.op(readers[0].op) if [use.graph for use in readers] == [graph.name] else None
+
+    shifted = producer(operands(root, "sqrt")[0])
+    sums, epsilons = operands(shifted, "add")
+    mean = producer(sums)
+    squares, axes = operands(mean, "reduce_mean")
+    square = producer(squares)
+    factors, exponents = operands(square, "mul")
+    if square is not None and square.kind == "pow":
+        factors, exponents = operands(square, "pow")
+        factors, exponents = factors * 2, [value for value in exponents if value is None or (value != 2).any()]  # noqa: PLR2004
+    if len(factors) != 2 or exponents or len(set(factors)) != 1 or mean is None or len(epsilons) != 1:  # noqa: PLR2004
+        return None
+    source, shape = factors[0], parameters.shape(factors[0])
+    axis = axes[0] if axes else np.asarray(mean.attrs.get("axes", ()))
+    is_last = shape and axis is not None and axis.size == 1 and int(axis.flat[0]) in {-1, len(shape) - 1}
+    if not shape or not is_last or not mean.numeric_attr("keepdims", 1) or epsilons[0] is None or epsilons[0].size != 1:
+        return None
+    inverse = only_reader(root)
+    is_reciprocal = inverse is not None and (inverse.type == "Reciprocal" or operands(inverse, "div")[1] == [1.0])
+    normal = only_reader(inverse) if inverse is not None and is_reciprocal else inverse
+    kind, places = ("mul", 2) if is_reciprocal else ("div", 1)  # a dividend comes first
+    end = only_reader(normal) if normal is not None and source in operands(normal, kind)[0][:places] else None
+    others = [] if end is None or normal is None else [t for t in graph.slots(end.name) if t and t.op != normal.name]
+    if (
+        end is None
+        or end.kind != "mul"
+        or len(others) != 1
+        or parameters.shape(others[0]) != shape[-1:]
+        or not shape[-1]
+    ):
+        return None
+    return _NormRewrite(model, graph, end, (source, others[0]), float(epsilons[0].flat[0]))
+
+
+class _NormRewrite:
+    """The change of one norm, of the sum before it, or of a Gelu with a bias."""
+
+    def __init__(
+        self, model: Model, graph: Graph, op: Op, inputs: tuple[TensorRef, ...] = (), epsilon: float = 0.0
+    ) -> None:
+        self._model, self._graph, self._op, self._edits = model, graph, op, RecordedEdits(model)
+        self._inputs, self._epsilon = inputs, epsilon
+
+    def turn(self, kind: str, op_type: str, inputs: list[TensorRef | None] | None = None, **fields: Any) -> Step:
+        """Give the op this kind, type and fields, and these inputs."""
+        old = [*self._graph.slots(self._op.name)]
+        turned = replace(self._op, kind=kind, type=op_type, source=None, notes=node_notes(self._op), **fields)
+        self._edits.replace(self._graph, turned)
+        for slot in range(0 if inputs is None else len(old)):
+            self._edits.connect(Use(self._graph.name, self._op.name, slot), [*(inputs or ()), *[None] * len(old)][slot])
+        remove_unread_ops(self._model, [tensor for tensor in old if tensor is not None], edits=self._edits)
+        return self._edits.to_step(REWRITE_NORMS_STEP, self._graph, self._op, f"is a {op_type}")
+
+    def join(self) -> Step:
+        """Make the op, the last part of a norm, all of it."""
+        op_type = "RMSNormalization" if self._model.opset >= RMS_NORM_OPSET else "SimplifiedLayerNormalization"
+        attrs = {"axis": -1, "epsilon": self._epsilon}
+        return self.turn("rmsnorm", op_type, [*self._inputs], attrs=attrs, roles=("input", "scale"))
+
+    def split_gelu(self) -> Step:
+        """Add the bias in an op of its own."""
+        biased = self._add("biased", "Add", [*self._graph.slots(self._op.name)])
+        kind, op_type = BIASED_GELUS[self._op.type]
+        return self.turn(kind, op_type, [biased], roles=("input",))
+
+    def split_skip(self) -> Step:
+        """Add the bias, to a product if there is one, and the other summand, before a LayerNormalization."""
+        graph, op = self._graph, self._op
+        first, second, scale, offset, bias = [*graph.slots(op.name), None, None][:5]
+        terms = [first, second]
+        if bias is not None:
+            kinds = [graph.op(term.op).kind if term and term.graph == graph.name else "" for term in terms]
+            slot = next((i for i, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
+            terms[slot] = self._add("biased", "Add", [terms[slot], bias])
+        names = {"outputs": op.outputs[SKIP_SUM_PORT:]} if op.outputs[SKIP_SUM_PORT:] else {}
+        total = self._add("sum", "Sum", terms, **names)
+        for use in graph.consumers(TensorRef(graph.name, op.name, SKIP_SUM_PORT)):
+            self._edits.connect(use, total)
+        attrs = {"axis": -1, "epsilon": op.numeric_attr("epsilon", float(np.float32(1e-12)))}
+        fields = {"attrs": attrs, "domain": "", "roles": ("input", "scale", "offset"), "outputs": op.outputs[:1]}
+        return self.turn("layernorm", "LayerNormalization", [total, scale, offset], **fields)
+
+    def _add(self, name: str, op_type: str, terms: list[TensorRef | None], **fields: Any) -> TensorRef:
+        dtype, shape = self._op.outputs[0].dtype, self._op.outputs[0].shape
+        fields |= {"kind": "add", "type": op_type, "roles": ("input",) * 2, "rule": REWRITE_NORMS_STEP}
+        return self._edits.add(
+            self._graph, new_op(self._graph, f"{self._op.name}/{name}", dtype, shape, **fields), terms
+        )

@@ -235,7 +235,7 @@ class Library:
 PREPARATION_NAMES = (
     "requantize",
     *("initializer-inputs", "constant-nodes", "inference-batchnorm", "split-fused", "drop-identity", "drop-dropout"),
-    *("fold-batchnorm", "split-prelu", "join-activations"),
+    *("fold-batchnorm", "split-prelu", "rewrite-norms", "join-activations"),
 )
 """Steps before matching; `PREPARATION_STEPS` in `graphquant.quantize.prepare` describes each."""
 

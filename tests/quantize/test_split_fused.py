@@ -7,7 +7,9 @@ import pytest
 from support.onnx_models import load_onnx, run_onnx
 
 import graphquant as gq
+from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
+from graphquant.formats.onnx.runtime import RELEASE
 from graphquant.ir import count_macs
 from graphquant.quantize import find_skipped_steps, prepare
 
@@ -24,17 +26,109 @@ MATRICES = "(float[2, 3, 6] x, float[2, 3, 6] z) => (float[2, 3, 3] y)"
 ROWS = "(float[2, 6] x) => (float[2, 5] y)"
 
 
-def load_fused(folder, graph, opset=13):
+def load_fused(folder, graph, opset=13, weights=WEIGHTS):
     """Load a graph whose com.microsoft ops are given as text."""
     message = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["": {opset}, "com.microsoft": 1, "com.microsoft.nchwc": 1]> g {graph}'
     )
     used = {name for node in message.graph.node for name in node.input}
     used |= {name for node in message.graph.node for body in node.attribute for n in body.g.node for name in n.input}
-    for name in sorted(used & WEIGHTS.keys()):
-        message.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHTS[name], name))
+    for name in sorted(used & weights.keys()):
+        message.graph.initializer.append(onnx.numpy_helper.from_array(weights[name], name))
     onnx.save(message, folder / "fused.onnx")
     return gq.load(folder / "fused.onnx")
+
+
+NORM_WEIGHTS = {
+    "w": np.random.default_rng(4).normal(size=(6, 6)).astype(np.float32),
+    **{name: np.random.default_rng(i).normal(size=6).astype(np.float32) for i, name in enumerate("gob")},
+    "two": np.array(2, np.float32),
+    "one": np.ones((), np.float32),
+    "eps": np.array(1e-5, np.float32),
+    "eps6": np.full(6, 1e-5, np.float32),
+    "column": np.ones((4, 1), np.float32),
+    "last": np.array([-1]),
+    "middle": np.array([1]),
+}
+ROWS_OF_NORMS = "(float[n, 4, 6] x, float[n, 4, 6] r) => (float[n, 4, 6] y, float[n, 4, 6] z)"
+SKIP = "com.microsoft.SkipLayerNormalization"
+
+
+def rewrite_norms(folder, body, opset=18):
+    """Return the types of the ops of the body and the steps after the step `rewrite-norms`, which keeps values."""
+    model = load_fused(folder, f"{ROWS_OF_NORMS} {{ {body} }}", opset, NORM_WEIGHTS)
+    prepared, steps = prepare(model, ("rewrite-norms",))
+    assert {step.step for step in steps} <= {"rewrite-norms"}
+    message = onnx_format.emit(prepared)
+    feeds = {name: np.random.default_rng(i).normal(size=(2, 4, 6)).astype(np.float32) for i, name in enumerate("xr")}
+    for actual, expected in zip(run_onnx(message, feeds), run_onnx(model.source.message, feeds), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    return [node.op_type for node in message.graph.node], steps
+
+
+@pytest.mark.parametrize(
+    ("body", "types"),
+    [
+        (f"m = MatMul(x, w) y = {SKIP}(m, r, g, o, b) z = Neg(y)", "MatMul Add Sum LayerNormalization Neg"),
+        (f"m = MatMul(x, w) y = {SKIP}(r, m, g, , b) z = Neg(y)", "MatMul Add Sum LayerNormalization Neg"),
+        (f"y = {SKIP}<epsilon = 0.01>(x, r, g, o) z = Neg(y)", "Sum LayerNormalization Neg"),
+        (f"m = Neg(x) y, , , z = {SKIP}(m, r, g, o)", "Neg Sum LayerNormalization"),
+        ("a = Add(x, r) y = LayerNormalization<axis = -1>(a, g, o) z = Neg(a)", "Sum LayerNormalization Neg"),
+        ("a = Add(x, o) y = LayerNormalization<axis = -1>(a, g, o) z = Neg(a)", "Add LayerNormalization Neg"),
+        ("y = com.microsoft.BiasGelu(x, b) z = Neg(r)", "Add Gelu Neg"),
+        ("y = com.microsoft.FastGelu(x, b) z = com.microsoft.FastGelu(r)", "Add FastGelu FastGelu"),
+    ],
+)
+def test_norms_and_biases(tmp_path, body, types):
+    """A sum before a norm is an op that ONNX Runtime does not join to it, and a bias joins the product before it."""
+    assert sorted(rewrite_norms(tmp_path, body)[0]) == sorted(types.split())
+
+
+ROOT = "m = ReduceMean(s, last) a = Add(m, eps) q = Sqrt(a)"
+MUL = "y = Mul(n, g) z = Neg(r)"
+
+
+@pytest.mark.parametrize("square", ["s = Mul(x, x)", "s = Pow(x, two)"])
+@pytest.mark.parametrize(
+    "normal", ["n = Div(x, q)", "i = Reciprocal(q) n = Mul(x, i)", "i = Div(one, q) n = Mul(i, x)"]
+)
+@pytest.mark.parametrize("opset", [13, 18, 23])
+def test_root_mean_square_norm(tmp_path, square, normal, opset):
+    """A root mean square norm in any spelling becomes one op."""
+    root = ROOT if opset >= 18 else ROOT.replace("(s, last)", "<axes = [2]>(s)")
+    types, steps = rewrite_norms(tmp_path, f"{square} {root} {normal} {MUL}", opset)
+    assert types == ["RMSNormalization" if opset >= 23 else "SimplifiedLayerNormalization", "Neg"]
+    assert [step.target for step in steps] == ["y"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"s = Mul(x, r) {ROOT} n = Div(x, q) {MUL}",  # no square
+        f"s = Mul(x, x) {ROOT} n = Div(r, q) {MUL}",  # of another tensor
+        f"s = Mul(x, x) {ROOT} n = Div(q, x) {MUL}",
+        f"p = Abs(x) s = Pow(p, one) {ROOT} n = Div(x, q) {MUL}",
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("last", "middle"),
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("eps", "eps6"),
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("(n, g)", "(n, column)"),
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) y = Mul(n, g) z = Neg(n)",  # another reader
+    ],
+)
+def test_parts_that_are_no_norm(tmp_path, body):
+    """Other ops with the same types stay."""
+    assert rewrite_norms(tmp_path, body)[1] == ()
+
+
+def test_rewritten_norms_in_a_result(tmp_path):
+    """The weight behind a fused norm is quantized, and `strip` restores the model; other runtimes get no new op."""
+    body = f"a = Abs(x) m = MatMul(a, w) y = {SKIP}(m, r, g, o, b) z = Neg(y)"
+    model = load_fused(tmp_path, f"{ROWS_OF_NORMS} {{ {body} }}", 18, NORM_WEIGHTS)
+    result = gq.insert(model, rules=["weight_only_int8"])
+    rewritten = "rewrite-norms" in {step.step for step in result.plan.steps}
+    assert rewritten is (RELEASE >= (1, 30))
+    assert prove_stripped(gq.strip(result.save(tmp_path / "quantized.onnx")), tmp_path / "fused.onnx").holds
+    other = gq.plan(model, rules=["weight_only_int8"], family="onnx-qdq")
+    assert "rewrite-norms" not in {step.step for step in other.steps}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ g (float[1,6,8,8] x) => (float[1,8,8,8] y, float[1,5] z) {
     r = BatchNormalization (b, s5, o5, m5, v5)
     l = Sigmoid (r)
     j = Mul (l, r)
-    z = PRelu (j, o5)
+    pr = PRelu (j, o5)
+    z = com.microsoft.BiasGelu (pr, mb)
 }"""
 
 SHAPES = {
@@ -132,7 +133,7 @@ def test_the_source_is_there_again(tmp_path):
     written = onnx.ModelProto.FromString(onnx_format.emit(prepared).SerializeToString())
     assert [node.op_type for node in written.graph.node] == [
         *("Conv", "ConvTranspose", "Conv", "Clip", "GlobalAveragePool", "Flatten", "MatMul", "Add"),
-        *("QuickGelu", "Relu", "Min", "Mul", "Add"),
+        *("QuickGelu", "Relu", "Min", "Mul", "Add", "Add", "Gelu"),
     ]
     plan = gq.plan(model, rules=["prepare = ['initializer-inputs']\n", "weight_only"])
     read = plan_from_json(json.loads(json.dumps(plan_to_json(replace(plan, steps=steps)))))
