@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from numbers import Real
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ from graphquant.qdq.family import new_constant, new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step, remove_unread_ops
 from graphquant.quantize.source_record import node_notes
+from graphquant.rules.conditions import find_bindings
+from graphquant.rules.pattern_syntax import parse_pattern
 
 SPLIT_FUSED_STEP: Final = "split-fused"
 SPLIT_PRELU_STEP: Final = "split-prelu"
@@ -58,7 +61,9 @@ SUMMAND_SLOT: Final = 3  # input of a FusedConv that is added before the activat
 INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
 BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max and Min are broadcast
 RMS_NORM_OPSET: Final = 23  # from this opset RMSNormalization is a standard op
-SKIP_SUM_PORT: Final = 3  # output of a SkipLayerNormalization that is the sum before the norm
+RMS_NORM: Final = parse_pattern(
+    ("s = square(x)", "v = reduce_mean(s)", "a = add(v, e)", "n = divide_by_sqrt(x, a)", "y = mul(n, g)")
+)
 BIASED_GELUS: Final = {"BiasGelu": ("gelu", "Gelu"), "FastGelu": ("other", "FastGelu")}
 """Kind and type of the ops of com.microsoft that remain of an activation whose second input is a bias."""
 
@@ -226,136 +231,103 @@ def _split_prelu(
 def rewrite_norms(model: Model) -> Iterator[Step]:
     """Write float32 norms, and biases before them or before a Gelu, in the ops that ONNX Runtime computes fastest.
 
-    A Sum before a LayerNormalization has the values of an Add. ONNX Runtime would join the Add and the norm to a
-    SkipLayerNormalization. A bias in an op of its own joins the product before it.
+    A Sum before a LayerNormalization has the values of an Add, which ONNX Runtime would join to the norm. A bias in an
+    op of its own joins the product before it.
     """
+    if not model.traits.named_values:
+        return
     parameters = Parameters(model)
-    for graph, op in list(model.reachable_ops()) if model.traits.named_values else ():
-        if op.name not in graph or graph.is_function or not op.outputs or op.outputs[0].dtype != "float32":
+    norms = [bound for bound in find_bindings(model, RMS_NORM) if _is_rms_norm(model, bound, parameters)]
+    for bound in norms:
+        (epsilon,) = parameters.value(bound["e"]).flat  # type: ignore[union-attr]  # it has a value
+        op_type = "RMSNormalization" if model.opset >= RMS_NORM_OPSET else "SimplifiedLayerNormalization"
+        fields = {"attrs": {"axis": -1, "epsilon": float(epsilon)}, "roles": ("input", "scale")}
+        yield _NormEdits(model, bound["y"]).turn("rmsnorm", op_type, [bound["x"], bound["g"]], **fields)
+    parameters = Parameters(model)
+    for graph, op in list(model.reachable_ops()):
+        if graph.is_function or not op.outputs or op.outputs[0].dtype != "float32":
             continue
-        is_fused, inputs = op.domain == MICROSOFT_DOMAIN, graph.slots(op.name)
+        edits, inputs = _NormEdits(model, TensorRef(graph.name, op.name)), [*graph.slots(op.name), None, None, None]
+        is_fused = op.domain == MICROSOFT_DOMAIN
         if is_fused and op.type == "SkipLayerNormalization":
             if not graph.consumers_by_port(op.name).keys() & {1, 2}:  # mean and deviation
-                yield _NormRewrite(model, graph, op).split_skip()
-        elif is_fused and op.type in BIASED_GELUS and len(inputs) > 1 and inputs[1] is not None:
-            yield _NormRewrite(model, graph, op).split_gelu()
-        elif (
-            op.type == "Add"
-            and _is_before_norm(graph, op)
-            and not any(t and parameters.is_parameter(t) for t in inputs)
-        ):
-            yield _NormRewrite(model, graph, op).turn("add", "Sum")
-        elif op.type == "Sqrt" and (norm := _find_rms_norm(model, graph, op, parameters)) is not None:
-            yield norm.join()
+                yield edits.split_skip(inputs)
+        elif is_fused and op.type in BIASED_GELUS and inputs[1] is not None:
+            kind, op_type = BIASED_GELUS[op.type]
+            yield edits.turn(kind, op_type, [edits.add("biased", "Add", inputs[:2])], roles=("input",))
+        elif op.type == "Add" and _is_before_norm(graph, op, parameters):
+            yield edits.turn("add", "Sum", inputs[:2])
 
 
-def _is_before_norm(graph: Graph, add: Op) -> bool:
-    """Return True if a LayerNormalization of three axes reads the sum, so that ONNX Runtime may join both."""
+def _is_rms_norm(model: Model, bound: dict[str, TensorRef], parameters: Parameters) -> bool:
+    """Return True if a match of `RMS_NORM` is a norm over the last axis, whose parts nothing else reads."""
+    graph, shape = model.graphs[bound["y"].graph], parameters.shape(bound["x"])
+    if not shape or shape[-1] is None or graph.is_function or model.op(bound["y"]).outputs[0].dtype != "float32":
+        return False
+    mean, epsilon = model.op(bound["v"]), parameters.value(bound["e"])
+    axes = (
+        parameters.value(inputs[1])
+        if (inputs := [*graph.slots(mean.name)])[1:] and inputs[1]
+        else mean.attrs.get("axes")
+    )
+    reads = (("s", "x"), ("n", "x"), ("y", "n"), ("y", "g"))  # without an op in between
+    return (
+        np.array_equiv(np.asarray(axes if axes is not None else ()) % len(shape), [len(shape) - 1])
+        and bool(mean.numeric_attr("keepdims", 1))
+        and epsilon is not None
+        and epsilon.size == 1
+        and parameters.shape(bound["g"]) == shape[-1:]
+        and all(bound[read] in graph.slots(bound[reader].op) for reader, read in reads)
+        and len(graph.consumers(bound["n"])) == 1
+    )
+
+
+def _is_before_norm(graph: Graph, add: Op, parameters: Parameters) -> bool:
+    """Return True if a LayerNormalization of three axes reads a sum of two computed tensors.
+
+    ONNX Runtime joins only those.
+    """
     readers = graph.consumers(TensorRef(graph.name, add.name))
     types = {graph.op(use.op).type for use in readers if use.graph == graph.name and use.slot == 0}
-    return "LayerNormalization" in types and len(add.outputs[0].shape or ()) == 3  # noqa: PLR2004
+    if "LayerNormalization" not in types or len(add.outputs[0].shape or ()) != 3:  # noqa: PLR2004
+        return False
+    return not any(parameters.is_parameter(tensor) for tensor in graph.slots(add.name) if tensor is not None)
 
 
-def _find_rms_norm(model: Model, graph: Graph, root: Op, parameters: Parameters) -> _NormRewrite | None:
-    """Find x / sqrt(mean(x * x) + epsilon) * scale by its root, also with a product by the reciprocal of the root."""
+class _NormEdits:
+    """The change of a norm, of the sum before it, or of a Gelu with a bias."""
 
-    def operands(op: Op | None, kind: str) -> tuple[list[TensorRef], list[Any]]:
-        """Return the computed operands of an op of this kind, and the values of the others."""
-        slots = [] if op is None or op.kind != kind else [slot for slot in graph.slots(op.name) if slot is not None]
-        computed = [slot for slot in slots if not parameters.is_parameter(slot)]
-        return computed, [parameters.value(slot) for slot in slots if slot not in computed]
+    def __init__(self, model: Model, tensor: TensorRef) -> None:
+        self._model, self._graph, self._op = model, model.graphs[tensor.graph], model.op(tensor)
+        self._edits = RecordedEdits(model)
 
-    def producer(tensors: list[TensorRef]) -> Op | None:
-        return graph.op(tensors[0].op) if len(set(tensors)) == 1 and tensors[0].graph == graph.name else None
+    def add(self, name: str, op_type: str, terms: list[TensorRef | None], **fields: Any) -> TensorRef:
+        """Add an op that sums two tensors before the changed one."""
+        (output, *_), roles = self._op.outputs, ("input", "input")
+        fields |= {"kind": "add", "type": op_type, "roles": roles, "rule": REWRITE_NORMS_STEP}
+        op = new_op(self._graph, f"{self._op.name}/{name}", output.dtype, output.shape, **fields)
+        return self._edits.add(self._graph, op, terms)
 
-    def only_reader(op: Op) -> Op | None:
-        readers = graph.consumers(TensorRef(graph.name, op.name))
-        return graph.op(readers[0].op) if [use.graph for use in readers] == [graph.name] else None
-
-    shifted = producer(operands(root, "sqrt")[0])
-    sums, epsilons = operands(shifted, "add")
-    mean = producer(sums)
-    squares, axes = operands(mean, "reduce_mean")
-    square = producer(squares)
-    factors, exponents = operands(square, "mul")
-    if square is not None and square.kind == "pow":
-        factors, exponents = operands(square, "pow")
-        factors, exponents = factors * 2, [value for value in exponents if value is None or (value != 2).any()]  # noqa: PLR2004
-    if len(factors) != 2 or exponents or len(set(factors)) != 1 or mean is None or len(epsilons) != 1:  # noqa: PLR2004
-        return None
-    source, shape = factors[0], parameters.shape(factors[0])
-    axis = axes[0] if axes else np.asarray(mean.attrs.get("axes", ()))
-    is_last = shape and axis is not None and axis.size == 1 and int(axis.flat[0]) in {-1, len(shape) - 1}
-    if not shape or not is_last or not mean.numeric_attr("keepdims", 1) or epsilons[0] is None or epsilons[0].size != 1:
-        return None
-    inverse = only_reader(root)
-    is_reciprocal = inverse is not None and (inverse.type == "Reciprocal" or operands(inverse, "div")[1] == [1.0])
-    normal = only_reader(inverse) if inverse is not None and is_reciprocal else inverse
-    kind, places = ("mul", 2) if is_reciprocal else ("div", 1)  # a dividend comes first
-    end = only_reader(normal) if normal is not None and source in operands(normal, kind)[0][:places] else None
-    others = [] if end is None or normal is None else [t for t in graph.slots(end.name) if t and t.op != normal.name]
-    if (
-        end is None
-        or end.kind != "mul"
-        or len(others) != 1
-        or parameters.shape(others[0]) != shape[-1:]
-        or not shape[-1]
-    ):
-        return None
-    return _NormRewrite(model, graph, end, (source, others[0]), float(epsilons[0].flat[0]))
-
-
-class _NormRewrite:
-    """The change of one norm, of the sum before it, or of a Gelu with a bias."""
-
-    def __init__(
-        self, model: Model, graph: Graph, op: Op, inputs: tuple[TensorRef, ...] = (), epsilon: float = 0.0
-    ) -> None:
-        self._model, self._graph, self._op, self._edits = model, graph, op, RecordedEdits(model)
-        self._inputs, self._epsilon = inputs, epsilon
-
-    def turn(self, kind: str, op_type: str, inputs: list[TensorRef | None] | None = None, **fields: Any) -> Step:
-        """Give the op this kind, type and fields, and these inputs."""
-        old = [*self._graph.slots(self._op.name)]
-        turned = replace(self._op, kind=kind, type=op_type, source=None, notes=node_notes(self._op), **fields)
-        self._edits.replace(self._graph, turned)
-        for slot in range(0 if inputs is None else len(old)):
-            self._edits.connect(Use(self._graph.name, self._op.name, slot), [*(inputs or ()), *[None] * len(old)][slot])
+    def turn(self, kind: str, op_type: str, inputs: list[TensorRef | None], **fields: Any) -> Step:
+        """Give the op this kind, type, inputs and fields."""
+        graph, op, old = self._graph, self._op, [*self._graph.slots(self._op.name)]
+        self._edits.replace(graph, replace(op, kind=kind, type=op_type, source=None, notes=node_notes(op), **fields))
+        for slot, (before, tensor) in enumerate(zip_longest(old, inputs)):
+            if before != tensor:
+                self._edits.connect(Use(graph.name, op.name, slot), tensor)
         remove_unread_ops(self._model, [tensor for tensor in old if tensor is not None], edits=self._edits)
-        return self._edits.to_step(REWRITE_NORMS_STEP, self._graph, self._op, f"is a {op_type}")
+        return self._edits.to_step(REWRITE_NORMS_STEP, graph, op, f"is a {op_type}")
 
-    def join(self) -> Step:
-        """Make the op, the last part of a norm, all of it."""
-        op_type = "RMSNormalization" if self._model.opset >= RMS_NORM_OPSET else "SimplifiedLayerNormalization"
-        attrs = {"axis": -1, "epsilon": self._epsilon}
-        return self.turn("rmsnorm", op_type, [*self._inputs], attrs=attrs, roles=("input", "scale"))
-
-    def split_gelu(self) -> Step:
-        """Add the bias in an op of its own."""
-        biased = self._add("biased", "Add", [*self._graph.slots(self._op.name)])
-        kind, op_type = BIASED_GELUS[self._op.type]
-        return self.turn(kind, op_type, [biased], roles=("input",))
-
-    def split_skip(self) -> Step:
+    def split_skip(self, inputs: list[TensorRef | None]) -> Step:
         """Add the bias, to a product if there is one, and the other summand, before a LayerNormalization."""
-        graph, op = self._graph, self._op
-        first, second, scale, offset, bias = [*graph.slots(op.name), None, None][:5]
-        terms = [first, second]
+        graph, op, terms, (scale, offset, bias) = self._graph, self._op, inputs[:2], inputs[2:5]
         if bias is not None:
-            kinds = [graph.op(term.op).kind if term and term.graph == graph.name else "" for term in terms]
-            slot = next((i for i, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
-            terms[slot] = self._add("biased", "Add", [terms[slot], bias])
-        names = {"outputs": op.outputs[SKIP_SUM_PORT:]} if op.outputs[SKIP_SUM_PORT:] else {}
-        total = self._add("sum", "Sum", terms, **names)
-        for use in graph.consumers(TensorRef(graph.name, op.name, SKIP_SUM_PORT)):
+            kinds = [self._model.op(term).kind if term else "" for term in terms]
+            slot = next((slot for slot, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
+            terms[slot] = self.add("biased", "Add", [terms[slot], bias])
+        total = self.add("sum", "Sum", terms, **({"outputs": op.outputs[3:]} if op.outputs[3:] else {}))
+        for use in graph.consumers(TensorRef(graph.name, op.name, 3)):  # the output that is the sum
             self._edits.connect(use, total)
         attrs = {"axis": -1, "epsilon": op.numeric_attr("epsilon", float(np.float32(1e-12)))}
         fields = {"attrs": attrs, "domain": "", "roles": ("input", "scale", "offset"), "outputs": op.outputs[:1]}
         return self.turn("layernorm", "LayerNormalization", [total, scale, offset], **fields)
-
-    def _add(self, name: str, op_type: str, terms: list[TensorRef | None], **fields: Any) -> TensorRef:
-        dtype, shape = self._op.outputs[0].dtype, self._op.outputs[0].shape
-        fields |= {"kind": "add", "type": op_type, "roles": ("input",) * 2, "rule": REWRITE_NORMS_STEP}
-        return self._edits.add(
-            self._graph, new_op(self._graph, f"{self._op.name}/{name}", dtype, shape, **fields), terms
-        )

@@ -416,6 +416,14 @@ def find_pattern(
     return ops_by_name
 
 
+def find_bindings(model: Model, pattern_ops: tuple[PatternOp, ...]) -> list[dict[str, TensorRef]]:
+    """Return the tensors of the names in each match that has no forwarding op between its parts."""
+    search = _PatternSearch(OpNeighbors(model), pattern_ops[-1].name, pattern_ops)
+    roots = search.possible_roots() if search.may_occur(pattern_ops[-1].name) else ()
+    bindings = [bound for bound in map(search.bind_pattern, roots) if bound]
+    return [bound for bound in bindings if not any(search.forwarding_ops(bound))]
+
+
 class _PatternSearch:
     """Matches a pattern against the ops above one op."""
 

@@ -322,6 +322,8 @@ def _evaluated_output(node: Any, types: Mapping[str, Any], values: Mapping[str, 
 def _infer_with_values(node: Any, types: dict[str, Any], values: Mapping[str, Any], part: Any) -> dict[str, Any]:
     """Return the types of the outputs of a node, as far as they follow from the types and values of its inputs."""
     visible = deepcopy(node)
+    if node.op_type == "SimplifiedLayerNormalization" and node.input[0]:  # onnx does not know it
+        return {node.output[0]: types[node.input[0]]}
     if node.domain == HIDDEN_DOMAIN and not _may_crash_inference(node):
         # Nodes that create long vectors do no harm here, because only short values are kept.
         is_guarded = node.op_type in _GUARDED_INPUT_SLOTS
