@@ -253,6 +253,8 @@ def _op_coverage(graph: Graph, op: Op) -> OpCoverage:
             reason = (
                 f"it has no weight; its factors are computed in each run: {', '.join(str(each[1]) for each in floats)}"
             )
+    elif op.kind == "attention":
+        reason, partly = "only the product of its weight is in int8; those of scores and values are float", True
     return OpCoverage(
         graph=graph.name,
         op=op.name,

@@ -7,21 +7,20 @@ of its own first, and does not join them any more. An activation is recognized b
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
-from graphquant.quantize.preparation_undo import RecordedEdits, Step, remove_unread_ops
 from graphquant.quantize.saturation import EVALUATED_KINDS, evaluate_op, gelu, gelu_by_tanh, hard_swish, silu
-from graphquant.quantize.source_record import node_notes
+from graphquant.quantize.split_fused import OpEdits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from graphquant.numerics import Array
+    from graphquant.quantize.preparation_undo import Step
 
 JOIN_ACTIVATIONS_STEP: Final = "join-activations"
 
@@ -134,11 +133,7 @@ def recognize(values: Array, opset: int) -> tuple[Activation, float] | None:
 
 
 def _join(model: Model, graph: Graph, op: Op, tensor: TensorRef, activation: Activation, steepness: float) -> Step:
-    edits, slots = RecordedEdits(model), list(graph.slots(op.name))
     attrs = {"alpha": steepness} if activation.kind == "silu" else {}
-    joined = replace(op, kind=activation.kind, type=activation.type, domain=activation.domain, attrs=attrs)
-    edits.replace(graph, replace(joined, roles=("input",), source=None, notes=node_notes(op)))
-    edits.connect(Use(graph.name, op.name, 0), tensor)
-    edits.connect(Use(graph.name, op.name, 1), None)
-    remove_unread_ops(model, [slot for slot in slots if slot is not None], edits=edits)
-    return edits.to_step(JOIN_ACTIVATIONS_STEP, graph, op, f"is one {activation.type} of {tensor}")
+    fields = {"domain": activation.domain, "attrs": attrs, "roles": ("input",)}
+    edits, detail = OpEdits(JOIN_ACTIVATIONS_STEP, model, graph, op), f"is one {activation.type} of {tensor}"
+    return edits.turn(activation.kind, activation.type, [tensor], detail, **fields)

@@ -12,7 +12,7 @@ ops of a root mean square norm take three times as long as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from numbers import Real
@@ -28,7 +28,6 @@ from graphquant.ir import (
     Model,
     Op,
     Parameters,
-    Shape,
     TensorRef,
     Use,
 )
@@ -66,6 +65,39 @@ RMS_NORM: Final = parse_pattern(
 )
 BIASED_GELUS: Final = {"BiasGelu": ("gelu", "Gelu"), "FastGelu": ("other", "FastGelu")}
 """Kind and type of the ops of com.microsoft that remain of an activation whose second input is a bias."""
+
+
+class OpEdits(RecordedEdits):
+    """Edits of one op and of those that a preparation step inserts around it."""
+
+    def __init__(self, step: str, model: Model, graph: Graph, op: Op) -> None:
+        """Edit `model` in place."""
+        super().__init__(model)
+        self.step, self.model, self.graph, self.op = step, model, graph, op
+
+    def insert(self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any) -> TensorRef:
+        """Insert an op whose output has the type of that of the edited op; all its inputs have the role "input"."""
+        (output, *_), roles = self.op.outputs, ("input",) * len(terms)
+        fields = {"kind": kind, "type": op_type, "roles": roles, "rule": self.step, "shape": output.shape, **fields}
+        return self.add(self.graph, new_op(self.graph, f"{self.op.name}/{name}", output.dtype, **fields), [*terms])
+
+    def insert_constant(self, name: str, value: float) -> TensorRef:
+        """Insert a scalar of the same type."""
+        array = np.array(value, self.op.outputs[0].dtype or "float32")
+        op = new_constant(self.graph, f"{self.op.name}/{name}", array, op_type="Const", rule=self.step)
+        return self.add(self.graph, op)
+
+    def turn(
+        self, kind: str, op_type: str, inputs: Sequence[TensorRef | None], detail: str = "", **fields: Any
+    ) -> Step:
+        """Give the op this kind, type, inputs and fields, and remove what nothing reads any more."""
+        graph, op, old = self.graph, self.op, [*self.graph.slots(self.op.name)]
+        self.replace(graph, replace(op, kind=kind, type=op_type, source=None, notes=node_notes(op), **fields))
+        for slot, (before, tensor) in enumerate(zip_longest(old, inputs)):
+            if before != tensor:
+                self.connect(Use(graph.name, op.name, slot), tensor)
+        remove_unread_ops(self.model, [tensor for tensor in old if tensor is not None], edits=self)
+        return self.to_step(self.step, graph, op, detail or f"is a {op_type}")
 
 
 def split_fused_ops(model: Model) -> Iterator[Step]:
@@ -110,19 +142,18 @@ def _activation_values(op: Op) -> list[float]:
     return [op.numeric_attr(name, 0.0) for name in GEMM_PARAMETERS[:count] if name in op.attrs]
 
 
-class _Split:
+class _Split(OpEdits):
     """The split of one fused op."""
 
     def __init__(self, model: Model, graph: Graph, fused: Op) -> None:
-        self._graph, self._fused, self._edits = graph, fused, RecordedEdits(model)
+        super().__init__(SPLIT_FUSED_STEP, model, graph, fused)
         self._inputs = graph.slots(fused.name)
         self._output = graph.output(TensorRef(graph.name, fused.name))
-        self._has_limit_inputs = model.opset >= INPUT_LIMITS_OPSET
         self._types: list[str] = []
 
     def apply(self) -> Step:
         """Turn the op into the product of the same name, followed by the other ops."""
-        graph, fused = self._graph, self._fused
+        graph, fused = self.graph, self.op
         result = TensorRef(graph.name, fused.name)
         readers, kind = graph.consumers(result), fused.kind.removeprefix(FUSED_PREFIX)
         factor = fused.numeric_attr("alpha", 1.0) if kind == "matmul" else 1.0
@@ -134,55 +165,46 @@ class _Split:
         if factor != 1.0 or summand is not None or activation:  # a later op has the result, perhaps a graph output
             fields["outputs"] = (replace(self._output, name=graph.unique_name(f"{fused.name}/product")),)
         self._types.append(fields["type"])
-        self._edits.replace(graph, replace(fused, attrs=attrs, roles=fused.roles[:-1], **fields))
+        self.replace(graph, replace(fused, attrs=attrs, roles=fused.roles[:-1], **fields))
         if kind == "matmul":
             self._transpose_inputs()
         if factor != 1.0:
-            result = self._add("factor", [result, self._add_constant("alpha", factor)], kind="mul", type="Mul")
+            result = self._insert_part("factor", "mul", "Mul", [result, self.insert_constant("alpha", factor)])
         if summand is not None:
-            self._edits.connect(Use(graph.name, fused.name, SUMMAND_SLOT), None)
-            result = self._add("sum", [result, summand], kind="add", type="Add")
+            self.connect(Use(graph.name, fused.name, SUMMAND_SLOT), None)
+            result = self._insert_part("sum", "add", "Add", [result, summand])
         if activation:
             result = self._add_activation(activation, result)
         for use in readers:
-            self._edits.connect(use, result)
-        return self._edits.to_step(SPLIT_FUSED_STEP, graph, fused, f"is {', '.join(self._types)}")
+            self.connect(use, result)
+        return self.to_step(SPLIT_FUSED_STEP, graph, fused, f"is {', '.join(self._types)}")
 
     def _transpose_inputs(self) -> None:
         """Add the transpositions of a FusedMatMul."""
         for slot, name in enumerate(TRANSPOSING):
             source = self._inputs[slot]
-            shape = None if source is None else self._graph.output(source).shape
-            if shape is not None and self._fused.numeric_attr(name, 0):
+            shape = None if source is None else self.graph.output(source).shape
+            if shape is not None and self.op.numeric_attr(name, 0):
                 axes = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
-                sizes = tuple(shape[axis] for axis in axes)
-                fields: dict[str, Any] = {"kind": "transpose", "type": "Transpose", "attrs": {"perm": axes}}
-                transposed = self._add(f"transpose_{slot}", [source], sizes, **fields)
-                self._edits.connect(Use(self._graph.name, self._fused.name, slot), transposed)
+                fields: dict[str, Any] = {"shape": tuple(shape[axis] for axis in axes), "attrs": {"perm": axes}}
+                transposed = self._insert_part(f"transpose_{slot}", "transpose", "Transpose", [source], **fields)
+                self.connect(Use(self.graph.name, self.op.name, slot), transposed)
 
     def _add_activation(self, activation: str, tensor: TensorRef) -> TensorRef:
         kind, names = ACTIVATIONS[activation]
-        attrs, limits = dict(zip(names, _activation_values(self._fused), strict=True)), list[TensorRef]()
+        attrs, limits = dict(zip(names, _activation_values(self.op), strict=True)), list[TensorRef]()
         if activation == "Clip" and tuple(attrs.values()) == RELU6_BOUNDS:
             kind = "relu6"
-        if activation == "Clip" and self._has_limit_inputs:
-            limits, attrs = [self._add_constant(name, value) for name, value in attrs.items()], {}
+        if activation == "Clip" and self.model.opset >= INPUT_LIMITS_OPSET:
+            limits, attrs = [self.insert_constant(name, value) for name, value in attrs.items()], {}
         roles = ("input", *names[: len(limits)])
-        return self._add("activation", [tensor, *limits], kind=kind, type=activation, attrs=attrs, roles=roles)
+        return self._insert_part("activation", kind, activation, [tensor, *limits], attrs=attrs, roles=roles)
 
-    def _add(self, name: str, operands: list[TensorRef | None], shape: Shape | None = None, **fields: Any) -> TensorRef:
-        self._types.append(fields["type"])
-        shape = self._output.shape if shape is None else shape
-        op = new_op(
-            self._graph, f"{self._fused.name}/{name}", self._output.dtype, shape, rule=SPLIT_FUSED_STEP, **fields
-        )
-        return self._edits.add(self._graph, op, operands)
-
-    def _add_constant(self, name: str, value: float) -> TensorRef:
-        array = np.array(value, self._output.dtype or "float32")
-        name = f"{self._fused.name}/{name}"
-        op = new_constant(self._graph, name, array, op_type="Const", rule=SPLIT_FUSED_STEP)
-        return self._edits.add(self._graph, op)
+    def _insert_part(
+        self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any
+    ) -> TensorRef:
+        self._types.append(op_type)
+        return self.insert(name, kind, op_type, terms, **fields)
 
 
 def split_prelus(model: Model) -> Iterator[Step]:
@@ -207,25 +229,15 @@ def split_prelus(model: Model) -> Iterator[Step]:
 def _split_prelu(
     model: Model, graph: Graph, op: Op, operands: tuple[TensorRef, TensorRef], *, is_maximum: bool
 ) -> Step:
-    edits, (tensor, slope) = RecordedEdits(model), operands
-
-    def add(name: str, kind: str, op_type: str, *inputs: TensorRef) -> TensorRef:
-        dtype, shape, roles = op.outputs[0].dtype, op.outputs[0].shape, ("input",) * len(inputs)
-        fields: dict[str, Any] = {"kind": kind, "type": op_type, "roles": roles, "rule": SPLIT_PRELU_STEP}
-        return edits.add(graph, new_op(graph, f"{op.name}/{name}", dtype, shape, **fields), [*inputs])
-
+    edits, (tensor, slope) = OpEdits(SPLIT_PRELU_STEP, model, graph, op), operands
     if is_maximum:
-        kind, op_type, terms = "max", "Max", (tensor, add("product", "mul", "Mul", tensor, slope))
+        kind, op_type, terms = "max", "Max", [tensor, edits.insert("product", "mul", "Mul", [tensor, slope])]
     else:
-        zero = new_constant(graph, f"{op.name}/zero", np.zeros((), np.float32), op_type="Const", rule=SPLIT_PRELU_STEP)
-        negative = add("negative", "min", "Min", tensor, edits.add(graph, zero))
-        positive = add("positive", "relu", "Relu", tensor)
-        kind, op_type, terms = "add", "Add", (positive, add("product", "mul", "Mul", negative, slope))
-    joined = replace(op, kind=kind, type=op_type, roles=("input", "input"), attrs={}, source=None, notes=node_notes(op))
-    edits.replace(graph, joined)
-    for slot, term in enumerate(terms):
-        edits.connect(Use(graph.name, op.name, slot), term)
-    return edits.to_step(SPLIT_PRELU_STEP, graph, op, f"is {op_type} of products with its slopes")
+        negative = edits.insert("negative", "min", "Min", [tensor, edits.insert_constant("zero", 0)])
+        positive = edits.insert("positive", "relu", "Relu", [tensor])
+        kind, op_type, terms = "add", "Add", [positive, edits.insert("product", "mul", "Mul", [negative, slope])]
+    detail = f"is {op_type} of products with its slopes"
+    return edits.turn(kind, op_type, terms, detail, roles=("input", "input"), attrs={})
 
 
 def rewrite_norms(model: Model) -> Iterator[Step]:
@@ -241,20 +253,22 @@ def rewrite_norms(model: Model) -> Iterator[Step]:
     for bound in norms:
         (epsilon,) = parameters.value(bound["e"]).flat  # type: ignore[union-attr]  # it has a value
         op_type = "RMSNormalization" if model.opset >= RMS_NORM_OPSET else "SimplifiedLayerNormalization"
-        fields = {"attrs": {"axis": -1, "epsilon": float(epsilon)}, "roles": ("input", "scale")}
-        yield _NormEdits(model, bound["y"]).turn("rmsnorm", op_type, [bound["x"], bound["g"]], **fields)
+        fields: dict[str, Any] = {"attrs": {"axis": -1, "epsilon": float(epsilon)}, "roles": ("input", "scale")}
+        end = bound["y"]
+        edits = OpEdits(REWRITE_NORMS_STEP, model, model.graphs[end.graph], model.op(end))
+        yield edits.turn("rmsnorm", op_type, [bound["x"], bound["g"]], **fields)
     parameters = Parameters(model)
     for graph, op in list(model.reachable_ops()):
         if graph.is_function or not op.outputs or op.outputs[0].dtype != "float32":
             continue
-        edits, inputs = _NormEdits(model, TensorRef(graph.name, op.name)), [*graph.slots(op.name), None, None, None]
-        is_fused = op.domain == MICROSOFT_DOMAIN
+        edits, is_fused = OpEdits(REWRITE_NORMS_STEP, model, graph, op), op.domain == MICROSOFT_DOMAIN
+        inputs = [*graph.slots(op.name), None, None, None]
         if is_fused and op.type == "SkipLayerNormalization":
             if not graph.consumers_by_port(op.name).keys() & {1, 2}:  # mean and deviation
-                yield edits.split_skip(inputs)
+                yield _split_skip(edits, inputs)
         elif is_fused and op.type in BIASED_GELUS and inputs[1] is not None:
             kind, op_type = BIASED_GELUS[op.type]
-            yield edits.turn(kind, op_type, [edits.add("biased", "Add", inputs[:2])], roles=("input",))
+            yield edits.turn(kind, op_type, [edits.insert("biased", "add", "Add", inputs[:2])], roles=("input",))
         elif op.type == "Add" and _is_before_norm(graph, op, parameters):
             yield edits.turn("add", "Sum", inputs[:2])
 
@@ -265,14 +279,11 @@ def _is_rms_norm(model: Model, bound: dict[str, TensorRef], parameters: Paramete
     if not shape or shape[-1] is None or graph.is_function or model.op(bound["y"]).outputs[0].dtype != "float32":
         return False
     mean, epsilon = model.op(bound["v"]), parameters.value(bound["e"])
-    axes = (
-        parameters.value(inputs[1])
-        if (inputs := [*graph.slots(mean.name)])[1:] and inputs[1]
-        else mean.attrs.get("axes")
-    )
+    source = [*graph.slots(mean.name), None][1]
+    axes = np.asarray(mean.attrs.get("axes", ()) if source is None else parameters.value(source))
     reads = (("s", "x"), ("n", "x"), ("y", "n"), ("y", "g"))  # without an op in between
     return (
-        np.array_equiv(np.asarray(axes if axes is not None else ()) % len(shape), [len(shape) - 1])
+        axes.reshape(-1).tolist() in ([-1], [len(shape) - 1])
         and bool(mean.numeric_attr("keepdims", 1))
         and epsilon is not None
         and epsilon.size == 1
@@ -294,40 +305,16 @@ def _is_before_norm(graph: Graph, add: Op, parameters: Parameters) -> bool:
     return not any(parameters.is_parameter(tensor) for tensor in graph.slots(add.name) if tensor is not None)
 
 
-class _NormEdits:
-    """The change of a norm, of the sum before it, or of a Gelu with a bias."""
-
-    def __init__(self, model: Model, tensor: TensorRef) -> None:
-        self._model, self._graph, self._op = model, model.graphs[tensor.graph], model.op(tensor)
-        self._edits = RecordedEdits(model)
-
-    def add(self, name: str, op_type: str, terms: list[TensorRef | None], **fields: Any) -> TensorRef:
-        """Add an op that sums two tensors before the changed one."""
-        (output, *_), roles = self._op.outputs, ("input", "input")
-        fields |= {"kind": "add", "type": op_type, "roles": roles, "rule": REWRITE_NORMS_STEP}
-        op = new_op(self._graph, f"{self._op.name}/{name}", output.dtype, output.shape, **fields)
-        return self._edits.add(self._graph, op, terms)
-
-    def turn(self, kind: str, op_type: str, inputs: list[TensorRef | None], **fields: Any) -> Step:
-        """Give the op this kind, type, inputs and fields."""
-        graph, op, old = self._graph, self._op, [*self._graph.slots(self._op.name)]
-        self._edits.replace(graph, replace(op, kind=kind, type=op_type, source=None, notes=node_notes(op), **fields))
-        for slot, (before, tensor) in enumerate(zip_longest(old, inputs)):
-            if before != tensor:
-                self._edits.connect(Use(graph.name, op.name, slot), tensor)
-        remove_unread_ops(self._model, [tensor for tensor in old if tensor is not None], edits=self._edits)
-        return self._edits.to_step(REWRITE_NORMS_STEP, graph, op, f"is a {op_type}")
-
-    def split_skip(self, inputs: list[TensorRef | None]) -> Step:
-        """Add the bias, to a product if there is one, and the other summand, before a LayerNormalization."""
-        graph, op, terms, (scale, offset, bias) = self._graph, self._op, inputs[:2], inputs[2:5]
-        if bias is not None:
-            kinds = [self._model.op(term).kind if term else "" for term in terms]
-            slot = next((slot for slot, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
-            terms[slot] = self.add("biased", "Add", [terms[slot], bias])
-        total = self.add("sum", "Sum", terms, **({"outputs": op.outputs[3:]} if op.outputs[3:] else {}))
-        for use in graph.consumers(TensorRef(graph.name, op.name, 3)):  # the output that is the sum
-            self._edits.connect(use, total)
-        attrs = {"axis": -1, "epsilon": op.numeric_attr("epsilon", float(np.float32(1e-12)))}
-        fields = {"attrs": attrs, "domain": "", "roles": ("input", "scale", "offset"), "outputs": op.outputs[:1]}
-        return self.turn("layernorm", "LayerNormalization", [total, scale, offset], **fields)
+def _split_skip(edits: OpEdits, inputs: list[TensorRef | None]) -> Step:
+    """Add the bias, to a product if there is one, and the other summand, before a LayerNormalization."""
+    graph, op, terms, (scale, offset, bias) = edits.graph, edits.op, inputs[:2], inputs[2:5]
+    if bias is not None:
+        kinds = [edits.model.op(term).kind if term else "" for term in terms]
+        slot = next((slot for slot, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
+        terms[slot] = edits.insert("biased", "add", "Add", [terms[slot], bias])
+    total = edits.insert("sum", "add", "Sum", terms, **({"outputs": op.outputs[3:]} if op.outputs[3:] else {}))
+    for use in graph.consumers(TensorRef(graph.name, op.name, 3)):  # the output that is the sum
+        edits.connect(use, total)
+    attrs = {"axis": -1, "epsilon": op.numeric_attr("epsilon", float(np.float32(1e-12)))}
+    fields: dict[str, Any] = {"roles": ("input", "scale", "offset"), "outputs": op.outputs[:1]}
+    return edits.turn("layernorm", "LayerNormalization", [total, scale, offset], domain="", attrs=attrs, **fields)

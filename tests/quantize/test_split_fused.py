@@ -109,6 +109,8 @@ def test_root_mean_square_norm(tmp_path, square, normal, opset):
         f"s = Mul(x, x) {ROOT} n = Div(q, x) {MUL}",
         f"p = Abs(x) s = Pow(p, one) {ROOT} n = Div(x, q) {MUL}",
         f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("last", "middle"),
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("(s, last)", "(s)"),  # over all axes
+        f"s = Mul(x, x) {ROOT} f = Transpose<perm = [0, 1, 2]>(x) n = Div(f, q) {MUL}",
         f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("eps", "eps6"),
         f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("(n, g)", "(n, column)"),
         f"s = Mul(x, x) {ROOT} n = Div(x, q) y = Mul(n, g) z = Neg(n)",  # another reader
