@@ -30,7 +30,7 @@ from graphquant.quantize import (
     read_plan,
     required_opset,
 )
-from graphquant.quantize.split_fused import REWRITE_NORMS_STEP
+from graphquant.quantize.split_fused import REWRITE_NORMS_STEP, REWRITTEN_NORM
 from graphquant.rules import RuleSet, Selector, choose_algorithms, load_ruleset
 from graphquant.utils.option_types import parse_names
 from graphquant.utils.options import InsertOptions, PlanOptions, resolve_options, takes_options
@@ -108,7 +108,7 @@ def plan_with_rules(
         from graphquant.backends.onnxruntime_costs import read_cost_table, with_assumed_sizes
 
         selection = replace(selection, assume_sizes=partial(with_assumed_sizes, sample_shapes=sample_shapes))
-    if REWRITE_NORMS_STEP in ruleset.prepare and not _runtime_gains_from_rewritten_norms(selection):
+    if REWRITE_NORMS_STEP in ruleset.prepare and not selection.supports_fused_form(REWRITTEN_NORM):
         ruleset = replace(ruleset, prepare=tuple(name for name in ruleset.prepare if name != REWRITE_NORMS_STEP))
     prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
@@ -222,18 +222,6 @@ def select_sites(
     if (family is None or chosen_family.variant_of) and model.format == "onnx":
         selection = replace(selection, supports_fused_form=_runtime_supports_form)
     return selection
-
-
-def _runtime_gains_from_rewritten_norms(selection: SiteSelection) -> bool:
-    """Return True if the model is for the installed ONNX Runtime, and that is not too old to gain.
-
-    Releases before 1.30 compute a SkipLayerNormalization as fast as its parts, and 1.27 to 1.29 the norm slowly.
-    """
-    if selection.supports_fused_form is not _runtime_supports_form:  # a family for other runtimes
-        return False
-    from graphquant.formats.onnx.runtime import RELEASE
-
-    return RELEASE >= (1, 30)
 
 
 def _runtime_supports_form(form: FusedForm) -> bool:

@@ -31,7 +31,7 @@ from graphquant.ir import (
     TensorRef,
     Use,
 )
-from graphquant.qdq.family import new_constant, new_op
+from graphquant.qdq.family import FamilyArguments, FusedForm, new_constant, new_op
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step, remove_unread_ops
 from graphquant.quantize.source_record import node_notes
@@ -60,6 +60,9 @@ SUMMAND_SLOT: Final = 3  # input of a FusedConv that is added before the activat
 INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
 BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max and Min are broadcast
 RMS_NORM_OPSET: Final = 23  # from this opset RMSNormalization is a standard op
+REWRITTEN_NORM: Final = FusedForm("LayerNormalization", 32, FamilyArguments())
+"""What a runtime must compute faster than fused ops for `rewrite_norms`."""
+
 RMS_NORM: Final = parse_pattern(
     ("s = square(x)", "v = reduce_mean(s)", "a = add(v, e)", "n = divide_by_sqrt(x, a)", "y = mul(n, g)")
 )
@@ -74,10 +77,12 @@ class OpEdits(RecordedEdits):
         """Edit `model` in place."""
         super().__init__(model)
         self.step, self.model, self.graph, self.op = step, model, graph, op
+        self.types: list[str] = []  # those of the inserted ops
 
     def insert(self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any) -> TensorRef:
         """Insert an op whose output has the type of that of the edited op; all its inputs have the role "input"."""
         (output, *_), roles = self.op.outputs, ("input",) * len(terms)
+        self.types.append(op_type)
         fields = {"kind": kind, "type": op_type, "roles": roles, "rule": self.step, "shape": output.shape, **fields}
         return self.add(self.graph, new_op(self.graph, f"{self.op.name}/{name}", output.dtype, **fields), [*terms])
 
@@ -149,7 +154,6 @@ class _Split(OpEdits):
         super().__init__(SPLIT_FUSED_STEP, model, graph, fused)
         self._inputs = graph.slots(fused.name)
         self._output = graph.output(TensorRef(graph.name, fused.name))
-        self._types: list[str] = []
 
     def apply(self) -> Step:
         """Turn the op into the product of the same name, followed by the other ops."""
@@ -164,20 +168,19 @@ class _Split(OpEdits):
         fields: dict[str, Any] = {"kind": kind, "type": fused.type.removeprefix("Fused"), "domain": "", "source": None}
         if factor != 1.0 or summand is not None or activation:  # a later op has the result, perhaps a graph output
             fields["outputs"] = (replace(self._output, name=graph.unique_name(f"{fused.name}/product")),)
-        self._types.append(fields["type"])
         self.replace(graph, replace(fused, attrs=attrs, roles=fused.roles[:-1], **fields))
         if kind == "matmul":
             self._transpose_inputs()
         if factor != 1.0:
-            result = self._insert_part("factor", "mul", "Mul", [result, self.insert_constant("alpha", factor)])
+            result = self.insert("factor", "mul", "Mul", [result, self.insert_constant("alpha", factor)])
         if summand is not None:
             self.connect(Use(graph.name, fused.name, SUMMAND_SLOT), None)
-            result = self._insert_part("sum", "add", "Add", [result, summand])
+            result = self.insert("sum", "add", "Add", [result, summand])
         if activation:
             result = self._add_activation(activation, result)
         for use in readers:
             self.connect(use, result)
-        return self.to_step(SPLIT_FUSED_STEP, graph, fused, f"is {', '.join(self._types)}")
+        return self.to_step(self.step, graph, fused, f"is {', '.join([fields['type'], *self.types])}")
 
     def _transpose_inputs(self) -> None:
         """Add the transpositions of a FusedMatMul."""
@@ -187,7 +190,7 @@ class _Split(OpEdits):
             if shape is not None and self.op.numeric_attr(name, 0):
                 axes = [*range(len(shape) - 2), len(shape) - 1, len(shape) - 2]
                 fields: dict[str, Any] = {"shape": tuple(shape[axis] for axis in axes), "attrs": {"perm": axes}}
-                transposed = self._insert_part(f"transpose_{slot}", "transpose", "Transpose", [source], **fields)
+                transposed = self.insert(f"transpose_{slot}", "transpose", "Transpose", [source], **fields)
                 self.connect(Use(self.graph.name, self.op.name, slot), transposed)
 
     def _add_activation(self, activation: str, tensor: TensorRef) -> TensorRef:
@@ -198,13 +201,7 @@ class _Split(OpEdits):
         if activation == "Clip" and self.model.opset >= INPUT_LIMITS_OPSET:
             limits, attrs = [self.insert_constant(name, value) for name, value in attrs.items()], {}
         roles = ("input", *names[: len(limits)])
-        return self._insert_part("activation", kind, activation, [tensor, *limits], attrs=attrs, roles=roles)
-
-    def _insert_part(
-        self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any
-    ) -> TensorRef:
-        self._types.append(op_type)
-        return self.insert(name, kind, op_type, terms, **fields)
+        return self.insert("activation", kind, activation, [tensor, *limits], attrs=attrs, roles=roles)
 
 
 def split_prelus(model: Model) -> Iterator[Step]:

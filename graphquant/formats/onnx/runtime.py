@@ -176,6 +176,8 @@ def supports_fused_form(form: FusedForm) -> bool:
     """
     if form.args.form == DYNAMIC_FORM:  # all releases have these ops
         return True
+    if form.op_type == "LayerNormalization":  # older releases join a sum to it in less time, or compute it slowly
+        return RELEASE >= (1, 30)
     bits, level, rows = form.bits, form.args.accuracy_level or 0, np.zeros((1, 16), np.float32)
     narrow = np.zeros((1, 16), np.int8 if bits > 4 else ml_dtypes.int4)  # noqa: PLR2004  # bits
     scale: Array = np.ones((1, 1), np.float32)
