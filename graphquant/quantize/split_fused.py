@@ -272,11 +272,12 @@ def rewrite_norms(model: Model) -> Iterator[Step]:
 
 def _is_rms_norm(model: Model, bound: dict[str, TensorRef], parameters: Parameters) -> bool:
     """Return True if a match of `RMS_NORM` is a norm over the last axis, whose parts nothing else reads."""
-    graph, shape = model.graphs[bound["y"].graph], parameters.shape(bound["x"])
-    if not shape or shape[-1] is None or graph.is_function or model.op(bound["y"]).outputs[0].dtype != "float32":
+    shape, end = parameters.shape(bound["x"]), model.graphs[bound["y"].graph]
+    if not shape or shape[-1] is None or end.is_function or model.op(bound["y"]).outputs[0].dtype != "float32":
         return False
-    mean, epsilon = model.op(bound["v"]), parameters.value(bound["e"])
-    source = [*graph.slots(mean.name), None][1]
+    # A branch may read parts of the graph around it.
+    slots = {name: [*model.graphs[tensor.graph].slots(tensor.op), None] for name, tensor in bound.items()}
+    mean, epsilon, source = model.op(bound["v"]), parameters.value(bound["e"]), slots["v"][1]
     axes = np.asarray(mean.attrs.get("axes", ()) if source is None else parameters.value(source))
     reads = (("s", "x"), ("n", "x"), ("y", "n"), ("y", "g"))  # without an op in between
     return (
@@ -285,8 +286,8 @@ def _is_rms_norm(model: Model, bound: dict[str, TensorRef], parameters: Paramete
         and epsilon is not None
         and epsilon.size == 1
         and parameters.shape(bound["g"]) == shape[-1:]
-        and all(bound[read] in graph.slots(bound[reader].op) for reader, read in reads)
-        and len(graph.consumers(bound["n"])) == 1
+        and all(bound[read] in slots[reader] for reader, read in reads)
+        and len(end.consumers(bound["n"])) == 1
     )
 
 

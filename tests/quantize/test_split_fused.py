@@ -101,6 +101,19 @@ def test_root_mean_square_norm(tmp_path, square, normal, opset):
     assert [step.target for step in steps] == ["y"]
 
 
+def test_norms_in_a_branch(tmp_path):
+    """A branch reads parts of its norm from the graph around it, and adds a tensor of the other graph before a norm."""
+    norm = "i = Reciprocal(q) n = Mul(x, i) t = Mul(n, g)"
+    skip = f"e = {SKIP}(x, r, g, o, b)"
+    branches = (
+        f"then_branch = p () => (float[2, 4, 6] t) {{ {norm} }}, else_branch = k () => (float[2, 4, 6] e) {{ {skip} }}"
+    )
+    body = f"s = Mul(x, x) {ROOT} h = ReduceSum<keepdims = 0>(r) c = Cast<to = 9>(h) y = If(c) <{branches}> z = Neg(r)"
+    types, steps = rewrite_norms(tmp_path, body)
+    assert {"Sqrt", "Mul"}.isdisjoint(types)
+    assert sorted(step.target for step in steps) == ["y/else_branch/e", "y/then_branch/t"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
