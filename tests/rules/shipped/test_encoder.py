@@ -42,7 +42,7 @@ def test_encoder(rules, tmp_path):
         inside = {f"{name}{k}" for name in ("d", "s", "vr", "e", "r", "n", "g", "h", "er", "e1", "ge")}
         if not rules.startswith("qnn"):  # which has no float beside its integers
             assert not {(one, other) for one, other in read if one in inside and other in inside}
-    assert {step.step for step in result.plan.steps} <= {"opset", "drop-identity", "join-activations"}
+    assert {step.step for step in result.plan.steps} <= {"opset", "drop-identity", "rewrite-norms", "join-activations"}
     if rules in {"generic", "qnn16", "tflite"}:
         return
     report = gq.check(tmp_path / "quant.onnx", backend=rules)
