@@ -108,9 +108,11 @@ def plan_with_rules(
         from graphquant.backends.onnxruntime_costs import read_cost_table, with_assumed_sizes
 
         selection = replace(selection, assume_sizes=partial(with_assumed_sizes, sample_shapes=sample_shapes))
-    if REWRITE_NORMS_STEP in ruleset.prepare and not selection.supports_fused_form(REWRITTEN_NORM):
-        ruleset = replace(ruleset, prepare=tuple(name for name in ruleset.prepare if name != REWRITE_NORMS_STEP))
     prepared, steps = prepare(model, ruleset.prepare)
+    # The runtime, which is slow to import, is asked only about a model with such norms.
+    if REWRITE_NORMS_STEP in {step.step for step in steps} and not selection.supports_fused_form(REWRITTEN_NORM):
+        ruleset = replace(ruleset, prepare=tuple(name for name in ruleset.prepare if name != REWRITE_NORMS_STEP))
+        prepared, steps = prepare(model, ruleset.prepare)
     plan = make_plan(prepared, ruleset, selection, steps=steps, source=model)
     opset = required_opset(prepared, plan)
     if model.opset and model.opset < opset:
