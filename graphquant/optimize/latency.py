@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -283,7 +283,7 @@ def measure_time_ratio(
     second_run: TimedRun,
     *,
     seconds: float,
-    clock: Clock = time.process_time,
+    clock: Clock | None = None,
     min_rounds: int = MIN_ROUNDS,
     slice_seconds: float = SLICE_SECONDS,
 ) -> TimeRatio:
@@ -293,7 +293,7 @@ def measure_time_ratio(
     in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies after
     `min_rounds`, unless the ratio is known precisely before.
     """
-    runs = []
+    clock, runs = clock or choose_clock(), []
     for run in (first_run, second_run):
         run()  # the first run ever is not timed
         start = clock()
@@ -309,6 +309,18 @@ def measure_time_ratio(
             result = _median_with_bounds(pairs)
             if is_over or result.high - result.low < MAX_RATIO_WIDTH:
                 return result
+
+
+@cache
+def choose_clock(clock: Clock = time.process_time) -> Clock:
+    """Return `clock`, or the time of day if its steps are too long for blocks, as those of Windows are with 1/64 s."""
+    steps = []
+    for _ in range(3):
+        start = now = clock()
+        while now == start:
+            now = clock()
+        steps.append(now - start)
+    return clock if min(steps) < BLOCK_SECONDS / 10 else time.perf_counter
 
 
 def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock, slice_seconds: float) -> float:

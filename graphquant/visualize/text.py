@@ -129,6 +129,7 @@ def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
         lines.append(
             plain_line(f"{message} there. -o NAME.tflite writes a file that runs on integers.", style="yellow")
         )
+        lines += _unfolded_lines(result)
     if result.unjudged_reason and not result.failures:
         message = f"note: it is unknown whether the runtime accepts the result, because {result.unjudged_reason}"
         lines.append(plain_line(message, style="yellow"))
@@ -262,6 +263,16 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
     # Rules without a backend may be for other hardware, which needs the sites that ONNX Runtime computes slowly.
     message += " --optimize latency measures which ops are faster in float." if result.plan.targets else ""
     return [plain_line(f"{message} See docs/howto/slower.md.", style="yellow")]
+
+
+def _unfolded_lines(result: Result) -> list[RenderableType]:
+    """Return a note on BatchNorms that stay because of variables. Their biases cannot be corrected either."""
+    from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
+
+    count = sum(skip.reason == VARIABLES_NOT_FOLDED for skip in result.skips)
+    message = f"note: {count} BatchNorms are not folded, because they have variables. A frozen model often loses less:"
+    command = f"graphquant freeze {shlex.quote(str(result.source.path or 'MODEL'))} -o NAME.pb"
+    return [plain_line(f"{message} {command}", style="yellow")] if count else []
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:

@@ -158,3 +158,31 @@ def test_a_model_with_state_is_refused_by_its_variable(tmp_path: Path) -> None:
     tf.saved_model.save(module, tmp_path / "state", signatures={"serving_default": module.serve})
     with pytest.raises(ModelError, match="total"):
         gq.freeze(gq.load(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"experimental_attributes": {"_noinline": True}}])
+def test_functions_that_are_not_inlined(options: dict[str, Any], tmp_path: Path) -> None:
+    """Keras computes a convolution of groups in a function that it compiles. No op is left between it and the Relu."""
+    tf = pytest.importorskip("tensorflow")
+
+    class Net(tf.Module):
+        def __init__(self) -> None:
+            values = np.random.default_rng(0).normal(size=(2, 3, 3, 1, 4)).astype(np.float32)
+            self.weights = [tf.Variable(value) for value in values]
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 8, 8, 4], tf.float32, name="x")])
+        def serve(self, x: Any) -> dict[str, Any]:
+            for weight in self.weights:
+                convolve = tf.function(lambda x=x, w=weight: tf.nn.convolution(x, w, padding="SAME"), **options)
+                x = tf.nn.relu(convolve())
+            return {"y": x}
+
+    net = Net()
+    tf.saved_model.save(net, str(tmp_path / "net"), signatures=net.serve)
+    model = gq.load(tmp_path / "net")
+    frozen = gq.freeze(model)
+    main = frozen.main
+    before = [main.op(source.op).type for op in main.ops() if op.type == "Relu" for source in main.slots(op.name)]
+    assert before == ["Conv2D", "Conv2D"]
+    x = np.random.default_rng(1).normal(size=(2, 8, 8, 4)).astype(np.float32)
+    np.testing.assert_allclose(run_model(frozen, x), run_model(model, x), rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -381,6 +382,19 @@ def test_short_runs_are_timed_in_blocks() -> None:
         machine.taking("a", steady(4e-6)), machine.taking("b", steady(2e-6)), seconds=0.1, clock=clock
     )
     assert measured_ratio.median == pytest.approx(2, rel=0.02)
+
+
+def test_clocks_with_long_steps_are_not_used() -> None:
+    """A block that takes less than a step of the clock would take no time, and the ratio be anything."""
+
+    def coarse() -> float:
+        return time.perf_counter() // 0.004 * 0.004
+
+    def fine() -> float:
+        return time.perf_counter()
+
+    assert latency.choose_clock(coarse) is time.perf_counter
+    assert latency.choose_clock(fine) is fine
 
 
 def spy_times(monkeypatch: pytest.MonkeyPatch, *medians: float) -> list[tuple[gq.Model, gq.Model]]:

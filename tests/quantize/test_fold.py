@@ -1,9 +1,11 @@
 """BatchNorm folding against onnxruntime and by hand, and BatchNorms in training mode."""
 
 import base64
+import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -19,7 +21,11 @@ from graphquant.formats.tensorflow import load as tf_load
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
 from graphquant.quantize import find_skipped_steps, plan_from_json, plan_to_json, prepare
+from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
+from graphquant.quantize.plan import Skip, SkipCode
 from graphquant.quantize.prepare import NO_MOVING_STATISTICS, prepared_digest
+from graphquant.visualize.tables import make_console
+from graphquant.visualize.text import result_view
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RNG = np.random.default_rng(7)
@@ -591,3 +597,15 @@ def test_half_floats_are_skipped(tmp_path):
     onnx.save(message, tmp_path / "model.onnx")
     (skipped,) = find_skipped_steps(gq.load(tmp_path / "model.onnx"), FOLD)
     assert re.search("weight of c .*float16; .*float32", skipped.reason)
+
+
+@pytest.mark.parametrize("reason", [VARIABLES_NOT_FOLDED, "another"])
+def test_a_model_with_variables_gets_the_command_that_freezes_it(reason):
+    """The command is printed below the result, where a BatchNorm was not folded because of its variables."""
+    source = Path(__file__).parents[2] / "sample_models/digits_cnn.pb"
+    result = gq.insert(source, rules="fixed_point")
+    skip = Skip(tensor=TensorRef("", "n"), uses=(), rule="fold-batchnorm", reason=reason, code=SkipCode.PREPARATION)
+    output = io.StringIO()
+    make_console(file=output).print(result_view(replace(result, skips=(*result.skips, skip))))
+    command = f"graphquant freeze {source} -o NAME.pb"
+    assert (command in output.getvalue()) == (reason == VARIABLES_NOT_FOLDED)

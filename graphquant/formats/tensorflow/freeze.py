@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 """The prefix that inlining puts before the names of a function's ops."""
 
-_INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
-"""The names that inlining gives to Identity ops for arguments and results."""
+_INLINER_IDENTITY: Final = re.compile(
+    r"^Func/.*/(?:input|output)/_\d+$|(?:^|/)(?:Stateful)?PartitionedCall(?:_\d+)?/Identity(?:_\d+)?$"
+)
+"""The names that Identity ops for arguments and results of functions have after inlining."""
 
 _VARIABLE_LOOKUPS: Final = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 """Ops that read a variable without a ReadVariableOp, and the same ops on its value."""
@@ -157,12 +159,9 @@ def _bypass_identities(graph_def: Any, conditional: set[str], fetched: Collectio
 
     The Identities would separate a layer from its BatchNorm and activation.
     """
-    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in graph_def.node}
-    waiting = {node.name for node in graph_def.node if node.op not in {"Const", "Identity", "NoOp"}}
-    constants = {name for name in inputs if waiting.isdisjoint(reachable([name], inputs.__getitem__))}
+    _drop_controls_of_constants(graph_def)
     identities: dict[str, str] = {}
     for node in graph_def.node:
-        node.input[:] = [text for text in node.input if text[:1] != "^" or text[1:] not in constants]
         if node.op == "Identity" and len(node.input) == 1 and node.name not in fetched:
             identities[node.name] = node.input[0]
     edges = [(name, source) for name, source in identities.items() if source in identities]
@@ -171,6 +170,19 @@ def _bypass_identities(graph_def: Any, conditional: set[str], fetched: Collectio
     for node in graph_def.node:
         # A control input on the Identity of one output of a Switch would become one on the Switch, which always runs.
         node.input[:] = [text if text[:1] == "^" else _rename_input(text, bypassed, {}) for text in node.input]
+
+
+def _drop_controls_of_constants(graph_def: Any) -> None:
+    """Remove control inputs on ops that wait for nothing but constants."""
+    inputs = {node.name: [proto.input_node(text) for text in node.input] for node in graph_def.node}
+    readers: dict[str, list[str]] = defaultdict(list)
+    for name, sources in inputs.items():
+        for source in sources:
+            readers[source].append(name)
+    others = [node.name for node in graph_def.node if node.op not in {"Const", "Identity", "NoOp"}]
+    waiting = set(reachable(others, lambda name: readers.get(name, ())))
+    for node in graph_def.node:
+        node.input[:] = [text for text in node.input if text[:1] != "^" or text[1:] in waiting]
 
 
 def _resolve(graph_def: Any, chosen: Mapping[str, int], fetched: Collection[str]) -> bool:
@@ -479,6 +491,10 @@ def _read_variables_before_lookups(graph_def: Any) -> None:
                 node.attr.pop(name, None)
 
 
+_NOT_INLINED = ("_XlaMustCompile", "_noinline")
+"""Attributes of functions, and of their calls, that are not inlined, such as Keras's convolutions of groups."""
+
+
 def _with_unique_function_names(data: bytes) -> bytes:
     """Return a binary GraphDef whose function names contain its digest, and whose branches and loops can be inlined.
 
@@ -493,6 +509,9 @@ def _with_unique_function_names(data: bytes) -> bytes:
     for node in proto.all_nodes(graph_def):
         if node.op.removeprefix("Stateless") in {"Case", "If", "While"}:
             node.attr["_lower_using_switch_merge"].b = True  # False in graphs frozen without lower_control_flow
+    for holder in (*graph_def.library.function, *proto.all_nodes(graph_def)):
+        for name in _NOT_INLINED:
+            holder.attr.pop(name, None)
     del graph_def.library.gradient[:]  # a graph of constants is not trained
     return bytes(proto.to_binary(graph_def))
 
@@ -514,10 +533,13 @@ def _restore_op_names(
             continue
         names[output] = unique_node_name(used_names, key.replace(":", "_"))
         graph_def.node.add(name=names[output], op="Identity", input=[tensor]).attr["T"].type = dtype
+    _drop_controls_of_constants(graph_def)
+    results = {*names.values()}
     bypassed_inputs = {
         node.name: node.input[0]
         for node in graph_def.node
-        if node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name)
+        if node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.search(node.name)
+        if node.name not in results
     }
     nodes = {node.name: node for node in graph_def.node if node.name not in bypassed_inputs}
 

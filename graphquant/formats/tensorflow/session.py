@@ -451,6 +451,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
         raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}") from error
 
 
+_PROTO_TEXT = re.compile(r"^\w+ \{$", re.MULTILINE)  # the start of a message in text form
 _FAILED_NODE: Final = re.compile(r"\n\s*\[\[\{\{node ([^}]+)\}\}")
 _MISSING_KERNEL: Final = re.compile(r"No OpKernel was registered to support Op '(\w+)' used by \{\{node ([^}]+)\}\}")
 
@@ -461,7 +462,7 @@ def last_error_line(text: str) -> str:
     The lines before it say where Python code created the op, and those after it repeat that or name other ops.
     """
     failed_node = _FAILED_NODE.search(text)
-    reason = text if failed_node is None else text[: failed_node.start()]
+    reason = _PROTO_TEXT.split(text if failed_node is None else text[: failed_node.start()], maxsplit=1)[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip() and not line.strip().startswith("[[")]
     line = lines[-1] if lines else "no reason given"
     if missing_kernel := _MISSING_KERNEL.search(reason):  # the lines after it list the kernels of other devices

@@ -187,6 +187,10 @@ def test_errors_of_the_runtime_have_op_and_reason() -> None:
     assert last_error_line(message) == expected
     assert last_error_line("Graph execution error:\n\nno kernel\n") == "no kernel"
     assert last_error_line("") == "no reason given"
+    assert (
+        last_error_line('A function has two definitions: \nsignature {\n  name: "f"\n}\n')
+        == "A function has two definitions:"
+    )
     missing = (
         "No OpKernel was registered to support Op 'Bucketize' used by {{node a/b}} with these attrs: []\n"
         "Registered devices: [CPU]\nRegistered kernels:\n  <no registered kernels>\n\n\t [[a/b]]"
