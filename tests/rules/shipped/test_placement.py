@@ -199,8 +199,10 @@ CASES = [
     # a transform in two steps, whose parts are sums of two products; an epsilon is added to one of the squares
     (
         ROWS,
-        "a = MatMul(t, m) v = MatMul(t, m) c = Sub(a, v) d = Add(a, v) s = Mul(c, c) u = Mul(d, d) e = Add(half, u)"
-        " p = Add(s, e) r = Transpose<perm = [1, 0]>(p) q = Unsqueeze(r, one) y = Sqrt(q)",
+        (
+            "a = MatMul(t, m) v = MatMul(t, m) c = Sub(a, v) d = Add(a, v) s = Mul(c, c) u = Mul(d, d)"
+            " e = Add(half, u) p = Add(s, e) r = Transpose<perm = [1, 0]>(p) q = Unsqueeze(r, one) y = Sqrt(q)"
+        ),
         "",
         "",
     ),
