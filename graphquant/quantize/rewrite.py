@@ -372,7 +372,7 @@ def _add_layout_barriers(model: Model) -> None:
                 continue
             readers = {use.op for use in graph.consumers(TensorRef(graph.name, op.name))}
             subtractions = {name for name in readers if graph.op(name).kind == "sub" and data in graph.slots(name)}
-            if subtractions and len(shape) > 1 and shape[1] not in {None, 1}:  # a mean of each channel
+            if subtractions and len(shape) > 1 and shape[1] not in {None, 1} and {*shape[2:]} <= {1}:  # by channel
                 uses = [use for use in graph.consumers(data) if use.op in {op.name, *subtractions}]
                 rule, name, zeros = model.op(data).rule, f"{op.name}/barrier/shape", np.zeros(len(shape), np.int64)
                 sizes = add_constant(graph, name, zeros, op_type="Constant", rule=rule)

@@ -497,7 +497,7 @@ def test_ops_without_a_weight_get_no_barrier(tmp_path):
     assert barriers(rewrite(model, plan, {0: scale(0.02)})[0]) == []
 
 
-@pytest.mark.parametrize(("axes", "read"), [("2, 3", ["d", "m"]), ("2", ["d", "m"]), ("1", []), ("1, 2, 3", [])])
+@pytest.mark.parametrize(("axes", "read"), [("2, 3", ["d", "m"]), ("2", []), ("3", []), ("1", []), ("1, 2, 3", [])])
 def test_a_barrier_before_a_difference_from_a_mean_of_each_channel(tmp_path, axes, read):
     """A Reshape keeps the Transpose of int8 convolutions away from such ops; other readers use the tensor itself."""
     text = f"m = ReduceMean<axes = [{axes}]>(x)\n d = Sub(x, m)\n y = Mul(d, x)"
