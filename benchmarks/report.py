@@ -13,7 +13,7 @@ pre-processing, tf2onnx for the keyword net, TensorFlow. All models with all too
 * SQNR in dB of the worst output and top-1 agreement, on samples that no calibration used. TFLite files are compared
   with TensorFlow's float outputs.
 * Processor time of a run relative to the given float model, on one thread, paired in new sessions: the median session
-  and the fastest. `insert` itself compares with the prepared model. TFLite files: relative to the float TFLite file.
+  and the fastest. TFLite files: relative to the float TFLite file.
 * Processor time and peak memory of the tool's process. Runs of several tools are not concurrent.
 * Multiply-adds on integers in the model that ONNX Runtime optimized, and the reasons of the others.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,7 +101,7 @@ def insert(
     emission = getattr(formats.find_shared_runner(result.model), "serialized", None)
     result = replace(result, serialized_emission=emission)
     formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
-    return _measure_time(result, inputs.prepared, inputs.data)
+    return _measure_time(result, inputs.data)
 
 
 def _check_options(settings: InsertOptions) -> Objective:
@@ -320,22 +319,13 @@ def _judge_execution(result: Result) -> Result:
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)
 
 
-def _measure_time(result: Result, prepared: Model, data: CalibrationData) -> Result:
-    """Return the result with its time relative to the prepared float model, as onnxruntime runs both on this machine.
-
-    The source may take longer for reasons that have nothing to do with integers: onnxruntime does not fold a BatchNorm
-    whose parameters are inputs of the graph. A result that takes longer than the prepared model is compared with the
-    source, because a result that takes less time than the user's own file needs no warning.
-    """
+def _measure_time(result: Result, data: CalibrationData) -> Result:
+    """Return the result with its time relative to the user's float model, as onnxruntime runs both on this machine."""
     ratio = None if result.search is None else result.search.outcome_ratio
     is_timed = ratio is None and result.validation is not None and result.plan.for_onnxruntime
     if is_timed and result.model.format == "onnx" and model_constant_bytes(result.source) <= MAX_TIMED_BYTES:
         with suppress(ModelError, DataError, OSError):  # the report does without it
-            ratio = time_beside_float(prepared, result.model, data.dataset)
-            if ratio.median > 1 and result.plan.steps:
-                ratio = min(
-                    ratio, time_beside_float(result.source, result.model, data.dataset), key=attrgetter("median")
-                )
+            ratio = time_beside_float(result.source, result.model, data.dataset)
     return replace(result, time_ratio=ratio)
 
 

@@ -62,9 +62,9 @@ def is_inserted(op: Op) -> bool:
 
 
 def is_barrier(graph: Graph, op: Op) -> bool:
-    """Return True for a Clip without limits. `rewrite` adds it to keep optimizations away from a float op."""
-    if op.type != "Clip":  # nearly all
-        return False
+    """Return True for a Clip without limits or an added Reshape, which keep optimizations away from a float op."""
+    if op.type != "Clip":
+        return op.type == "Reshape" and is_inserted(op)
     operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
     return len(operands) == 1 and op.attrs.keys().isdisjoint({"min", "max"})
 

@@ -719,7 +719,9 @@ class _PlanBuilder:
         """Return the uses of the data that an op passes through, with weights if it changes no value."""
         graph = self.matcher.model.graphs[graph_name]
         op = graph.op(op_name)
-        weights = op.kind in CONCATENATING_KINDS or any(match.rule.rule.quantize == PASSTHROUGH for match in matches)
+        # A Gather with a constant table returns rows of it.
+        is_copy = op.kind in CONCATENATING_KINDS | {"gather"}
+        weights = is_copy or any(match.rule.rule.quantize == PASSTHROUGH for match in matches)
         return tuple(
             Use(graph_name, op_name, slot)
             for slot, tensor in enumerate(graph.slots(op_name))

@@ -40,7 +40,7 @@ from graphquant.numerics import (
     quantize,
 )
 from graphquant.qdq import QDQSite
-from graphquant.qdq.family import new_op
+from graphquant.qdq.family import add_constant, new_op
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
 if TYPE_CHECKING:
@@ -306,9 +306,10 @@ def needs_barriers(plan: Plan) -> bool:
 
 
 def add_barriers(model: Model) -> None:
-    """Add a Clip without limits wherever ONNX Runtime would quantize the weight of a float op, or move a pair."""
+    """Add ops that change no value wherever ONNX Runtime would quantize a float weight, or move another op."""
     _add_weight_barriers(model)
     _add_pool_barriers(model)
+    _add_layout_barriers(model)
 
 
 def _add_weight_barriers(model: Model) -> None:
@@ -358,11 +359,31 @@ def _add_pool_barriers(model: Model) -> None:
                 graph.reroute(tensor, uses, _add_barrier(graph, op, tensor, readers[0].rule, str(tensor)))
 
 
-def _add_barrier(graph: Graph, op: Op, tensor: TensorRef, rule: str, anchor: str) -> TensorRef:
-    """Add a Clip without limits that reads `tensor`, named after `op`; return its output."""
-    output = graph.output(tensor)
-    fields = {"kind": "clip", "type": "Clip", "rule": rule, "anchor": anchor}
-    return graph.add_op(new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields), [tensor])
+def _add_layout_barriers(model: Model) -> None:
+    """Add a Reshape to the same shape between a pair and the ops that subtract a mean over positions from its values.
+
+    ONNX Runtime's int8 convolutions have the channels last. It moves the Transpose behind them past such ops, which
+    take up to four times as long in this layout.
+    """
+    for graph in model.graphs.values():
+        for op in [op for op in graph.ops() if op.kind in {"reduce_mean", "global_avg_pool"}]:
+            data, shape = graph.source_of(Use(graph.name, op.name, 0)), op.outputs[0].shape or ()
+            if data is None or model.op(data).kind != "dequantize" or not model.op(data).rule:
+                continue
+            readers = {use.op for use in graph.consumers(TensorRef(graph.name, op.name))}
+            subtractions = {name for name in readers if graph.op(name).kind == "sub" and data in graph.slots(name)}
+            if subtractions and len(shape) > 1 and shape[1] not in {None, 1} and {*shape[2:]} <= {1}:  # by channel
+                uses = [use for use in graph.consumers(data) if use.op in {op.name, *subtractions}]
+                rule, name, zeros = model.op(data).rule, f"{op.name}/barrier/shape", np.zeros(len(shape), np.int64)
+                sizes = add_constant(graph, name, zeros, op_type="Constant", rule=rule)
+                graph.reroute(data, uses, _add_barrier(graph, op, data, rule, model.op(data).anchor, sizes))
+
+
+def _add_barrier(graph: Graph, op: Op, tensor: TensorRef, rule: str, anchor: str, *sizes: TensorRef) -> TensorRef:
+    """Add an op named after `op` that copies `tensor`: a Clip without limits, or a Reshape to `sizes`."""
+    output, kind = graph.output(tensor), "Reshape" if sizes else "Clip"
+    fields = {"kind": kind.lower(), "type": kind, "rule": rule, "anchor": anchor}
+    return graph.add_op(new_op(graph, f"{op.name}/barrier", output.dtype, output.shape, **fields), [tensor, *sizes])
 
 
 def _find_quantize_op(graph: Graph, name: str, parameters: Parameters) -> Op | None:

@@ -133,8 +133,9 @@ class _QuantizationRemover:
             if not slots or slots[0] is None:
                 return None
             source = self._model.op(slots[0])
-            if self._changed.output(slots[0]).dtype == op.outputs[0].dtype and source.kind != "quantize":
-                return slots[0]  # behind an integer input
+            is_float = self._changed.output(slots[0]).dtype == op.outputs[0].dtype and source.kind != "quantize"
+            if is_float and not self._is_removable(source):  # a barrier reads the output of a DequantizeLinear
+                return slots[0]
             if op.kind == "dequantize" and not (source.kind == "quantize" and self._is_removable(source)):
                 return self._add_float_constant(current, slots[0])
             current = slots[0]

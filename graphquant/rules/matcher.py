@@ -400,11 +400,12 @@ class RuleMatcher:
         return [TensorRef(*op_key, port) for port in sorted(consumers)]
 
     def _moves_values(self, op_key: tuple[str, str]) -> bool:
-        """Return True if an op moves values, or scales and shifts them by parameters."""
+        """Return True if an op moves or adds values, or scales and shifts them by parameters."""
         graph = self.model.graphs[op_key[0]]
         kind, slots = graph.op(op_key[1]).kind, graph.slots(op_key[1])
         computed = [slot for slot in slots if slot is not None and not self.parameters.is_parameter(slot)]
-        return kind in VALUE_MOVING_KINDS or (kind in AFFINE_KINDS and len(computed) == 1)
+        # The parts of a complex product are sums of two products.
+        return kind in VALUE_MOVING_KINDS | {"add", "sub"} or (kind in AFFINE_KINDS and len(computed) == 1)
 
     def _ops_in_pattern(self, rule: BoundRule, reference: str) -> set[tuple[str, str]]:
         """Return (graph, op) of every op that has one of the named roles in a match of its pattern.

@@ -18,9 +18,11 @@ from graphquant.formats import onnx as onnx_format
 from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.ir import Parameters, TensorRef, Use
+from graphquant.ir.op_matching import is_barrier
 from graphquant.numerics import IntType, Range, dequantize, qparams_from_scale, quantize
 from graphquant.quantize import Site
 from graphquant.quantize.rewrite import IntegerCache, rewrite
+from graphquant.quantize.strip import strip_quantization
 from graphquant.rules import Scheme
 
 INT8, UINT8 = IntType(8, signed=True), IntType(8, signed=False)
@@ -493,6 +495,20 @@ def test_ops_without_a_weight_get_no_barrier(tmp_path):
     model = load_onnx(tmp_path, "g (float[1,3,4,4] x) => (float y) { a = Relu(x) y = Conv(a) }")
     plan = replace(make_plan(site_for_uses("x", ("a", 0))), rules=("onnxruntime",))
     assert barriers(rewrite(model, plan, {0: scale(0.02)})[0]) == []
+
+
+@pytest.mark.parametrize(("axes", "read"), [("2, 3", ["d", "m"]), ("2", []), ("3", []), ("1", []), ("1, 2, 3", [])])
+def test_a_barrier_before_a_difference_from_a_mean_of_each_channel(tmp_path, axes, read):
+    """A Reshape keeps the Transpose of int8 convolutions away from such ops; other readers use the tensor itself."""
+    text = f"m = ReduceMean<axes = [{axes}]>(x)\n d = Sub(x, m)\n y = Mul(d, x)"
+    model = load_onnx(tmp_path, f"g (float[1,3,4,4] x) => (float[1,3,4,4] y) {{ {text} }}")
+    rewritten, _ = rewrite(model, make_plan(site_for_uses("x", ("m", 0), ("d", 0), ("y", 1))), {0: scale(0.02)})
+    copies = [TensorRef("", op.name) for op in rewritten.main.ops() if op.type == "Reshape"]
+    assert sorted(use.op for tensor in copies for use in rewritten.main.consumers(tensor)) == read
+    assert all(is_barrier(rewritten.main, rewritten.op(tensor)) for tensor in copies)
+    assert {op.name for op in strip_quantization(rewritten).model.main.ops()} == {op.name for op in model.main.ops()}
+    (actual,), (expected,) = run_onnx(rewritten, {"x": X}, check=True), run_unoptimized(rewritten, {"x": X})
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_one_barrier_for_all_readers_of_a_pair(tmp_path):

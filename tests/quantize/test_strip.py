@@ -67,6 +67,16 @@ def test_barriers_are_removed(samples: Path, tmp_path: Path) -> None:
     assert emitted_message(stripped.model) == emitted_message(samples / "digits_cnn.onnx")
 
 
+def test_barriers_are_removed_without_a_record(samples: Path, tmp_path: Path) -> None:
+    """The readers of Clips that keep ops in float read the float tensor before the pair again."""
+    data, exclude = str(samples / "digits_cnn_calib.npz"), ["pointwise/conv_weights_fused_bn"]
+    result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=8, exclude=exclude)
+    assert any(op.name.endswith("/barrier") for op in result.model.main.ops())
+    stripped = gq.strip(result.save(tmp_path / "digits_cnn.onnx"))
+    assert not stripped.remaining
+    assert {op.name for op in stripped.model.main.ops()} == {op.name for op in result.source.main.ops()}
+
+
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320.onnx", "silero_vad_16k_op15.onnx"])
 def test_real_models_are_restored(model_folder: Path, tmp_path: Path, name: str) -> None:
     """The same for face detectors, whose opset and BatchNorms are undone, and for sound."""

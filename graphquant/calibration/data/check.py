@@ -503,8 +503,8 @@ def _scale_findings(
     if response is not None and response.needs_large_values(model_input.name):
         return {}
     return {
-        "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. Scale them as in training:"
-        f" array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
+        "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. If training scaled them,"
+        f" do the same: array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
     }
 
 

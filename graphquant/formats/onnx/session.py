@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -458,11 +459,16 @@ def create_session(
     try:
         session = open_inference_session(data, options)
     except RUNTIME_ERRORS as error:
+        if mode.optimized is not None and (failure := _WRITE_FAILURE.search(str(error))):
+            code = int(failure[1] or errno.ENOSPC)
+            raise OSError(code, os.strerror(code), str(mode.optimized)) from error
         raise _rejection(error, data, folder, weights or {}) from error
     session.weights = weights  # the session reads their memory
     return session
 
 
+# Errors of a session that cannot write the optimized model: the disk is full, or the file cannot be opened.
+_WRITE_FAILURE = re.compile(r"Protobuf serialization failed|SystemError : (\d+)")
 _CUSTOM_OP = re.compile(r"([\w.-]+:\w+)\(-?\d+\) is not a registered function/op")
 
 

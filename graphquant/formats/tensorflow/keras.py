@@ -258,7 +258,7 @@ def _read_h5_config(path: Path) -> tuple[bytes, str]:
     with h5py.File(path, "r") as file:
         config, version = file.attrs.get("model_config"), file.attrs.get("keras_version", "")
     if config is None:
-        raise ValueError("it contains weights without the layers. Save the whole model.")
+        raise ModelError(f"{path} contains weights without the layers. Save the whole model.")
     config_bytes = config.encode() if isinstance(config, str) else bytes(config)
     return config_bytes, version.decode(errors="replace") if isinstance(version, bytes) else str(version)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -266,3 +267,13 @@ def test_a_forked_process_collects_no_garbage(tmp_path: Path, monkeypatch: pytes
         gc.set_threshold(*thresholds)
     assert gc.isenabled()
     assert not (tmp_path / "destroyed").exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("/dev/full", errno.ENOSPC), ("missing/model.onnx", errno.ENOENT)])
+def test_a_full_disk_is_no_invalid_model(tmp_path: Path, name: str, code: int) -> None:
+    """ONNX Runtime describes an optimized model that it cannot write like a model that is invalid."""
+    message = onnx.parser.parse_model(HEAD + "g (float[2] x) => (float[2] y) { y = Relu(x) }")
+    mode = session.SessionMode(optimized=tmp_path / name)
+    with pytest.raises(OSError) as raised:  # noqa: PT011  # the code is compared
+        session.create_session(message.SerializeToString(), None, mode=mode)
+    assert raised.value.errno == code

@@ -151,3 +151,19 @@ def test_attention_in_a_tflite_file(exported, tmp_path):
     actual = np.concatenate([run(sequence=value[None])[name] for value in values[40:]])
     loaded = tf.saved_model.load(str(path))
     assert sqnr_db(loaded.serve(values[40:]).numpy(), actual) > 25
+
+
+def test_lookups_and_a_batchnorm_behind_no_layer(exported):
+    """The output of a lookup has the scale of its table, and nothing inside the BatchNorm behind it has a pair."""
+
+    def build():
+        import keras
+
+        x = keras.Input((6,), dtype="int32")
+        y = keras.layers.BatchNormalization()(keras.layers.Embedding(9, 8)(x))
+        return keras.Model(x, keras.layers.Dense(3)(keras.layers.Flatten()(y)))
+
+    sites = gq.plan(exported("lookup", build), rules=["tflite"]).sites
+    (lookup,) = (site for site in sites if site.tensor.op.endswith("/GatherV2"))
+    assert [use.op.rpartition("/")[2] for use in lookup.tie] == ["GatherV2"]
+    assert not [site for site in sites if "/batchnorm/" in site.tensor.op and not site.tensor.op.endswith("/add_1")]

@@ -196,6 +196,18 @@ CASES = [
         "",
         "",
     ),
+    # a transform in two steps, whose parts are sums of two products; an epsilon is added to one of the squares
+    (
+        ROWS,
+        (
+            "a = MatMul(t, m) v = MatMul(t, m) c = Sub(a, v) d = Add(a, v) s = Mul(c, c) u = Mul(d, d)"
+            " e = Add(half, u) p = Add(s, e) r = Transpose<perm = [1, 0]>(p) q = Unsqueeze(r, one) y = Sqrt(q)"
+        ),
+        "",
+        "",
+    ),
+    # a filter of magnitudes under a logarithm
+    (ROWS, "f = MatMul(t, m) e = Add(f, half) y = Log(e)", "", ""),
     (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
     # masks of attention: the sum with one stays float, and so do the scores before it
     (
