@@ -221,7 +221,7 @@ class Graph:
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`, which may belong to an enclosing graph."""
-        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
+        return self.graphs[tensor.graph]._ops[tensor.op].outputs[tensor.port]  # noqa: SLF001  # very many calls
 
     def unique_name(self, name: str) -> str:
         """Return `name`, or `name` with the smallest unused suffix `_k`."""
@@ -453,11 +453,11 @@ class Model(HtmlRepresentation):
 
     def op(self, tensor: TensorRef) -> Op:
         """Return the op that produces `tensor`."""
-        return self.graphs[tensor.graph].op(tensor.op)
+        return self.graphs[tensor.graph]._ops[tensor.op]  # noqa: SLF001  # very many calls
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`."""
-        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
+        return self.op(tensor).outputs[tensor.port]
 
     def build_graphs(self) -> None:
         """Build all deferred graphs, which raises the ModelErrors of damaged ones."""
@@ -613,10 +613,11 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, name, slot, tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
+    targets = ((source, *target) for source, targets in graph._successors.items() for target in targets.items())  # noqa: SLF001
     for source, target, edges in targets:
-        unmatched_edges -= sum(isinstance(key, int) for key in edges)
-        for use in (key[1] for key in edges if isinstance(key, tuple)):
+        slot_count = sum([isinstance(key, int) for key in edges])
+        unmatched_edges -= slot_count
+        for use in [key[1] for key in edges if isinstance(key, tuple)] if slot_count < len(edges) else ():
             reader_graph = graph.graphs.get(use.graph)
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
             if source_tensor != TensorRef(graph.name, source, edges["capture", use]["port"]):
