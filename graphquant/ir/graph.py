@@ -631,13 +631,14 @@ def _check_slots(graph: Graph, stage: str) -> None:
 def _check_slot(graph: Graph, name: str, slot: int, tensor: TensorRef, stage: str) -> None:
     is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
     source_graph = graph if is_own else graph.graphs.get(tensor.graph)
-    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
+    source = None if source_graph is None else source_graph._ops.get(tensor.op)  # noqa: SLF001  # very many calls
+    if source_graph is None or source is None or not (is_own or graph.can_read(tensor.graph)):
         problem = "which does not exist or is out of scope."
-    elif not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):
-        problem = f"but that op has {len(source_graph.op(tensor.op).outputs)} outputs."
+    elif not 0 <= tensor.port < len(source.outputs):
+        problem = f"but that op has {len(source.outputs)} outputs."
     else:
         target, key = (name, slot) if is_own else graph.edge_key(Use(graph.name, name, slot), tensor)[1:]
-        edge = source_graph.successors(tensor.op).get(target, {}).get(key)
+        edge = source_graph._successors[tensor.op].get(target, {}).get(key)  # noqa: SLF001
         if edge is not None and edge["port"] == tensor.port:
             return
         problem = "but its edge is missing."
