@@ -94,9 +94,7 @@ def insert(
     source = load_source(model, settings, settings.data)
     inputs = _make_plan(source, settings, objective, progress)
     search, workspace, findings = calibrate_plan(inputs)
-    chosen = search.choose_plan(workspace)
-    del workspace  # it may have large statistics, of which `chosen` does not need all
-    result = search.validate(chosen)
+    result = search.validate(search.choose_plan(workspace))
     if not (result.is_changed or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
     release_float_runners()

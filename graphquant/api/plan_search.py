@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -26,7 +25,7 @@ from graphquant.api.calibrate import calibrate_command_line
 from graphquant.api.result import Result, make_result
 from graphquant.calibration.calibrate import CalibrationRun, calibrate_folds, calibrate_model
 from graphquant.calibration.memory import return_freed_memory
-from graphquant.calibration.stats import Stats, StoredSketches, combine_stats, select_stats
+from graphquant.calibration.stats import Stats, combine_stats, select_stats
 from graphquant.calibration.targets import plan_targets
 from graphquant.optimize.algorithms import BuiltModel, build_model, rebuild_model, run_precalibration_algorithms
 from graphquant.optimize.candidates import RANGE_CANDIDATES, SearchFold, make_candidate_plans
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.quantize import Plan, RangeTransfer
 
-MAX_SKETCHES_IN_MEMORY = 20_000  # at about 2.5 KB each
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
 UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.0
 """Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
@@ -233,16 +231,6 @@ class PlanSearch:
             base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
             trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
         result = inputs.with_integer_types(make_result(inputs.source, state, built, trace, stats))
-        if (
-            stats is not None
-            and len(stats.sketches) > MAX_SKETCHES_IN_MEMORY
-            and not has_few_sites(len(result.inserted))
-        ):
-            # From now on, only reports read the sketches. Without space for the file, they stay in memory.
-            with suppress(OSError):
-                stats = replace(stats, sketches=StoredSketches(stats.sketches))
-            workspace = replace(workspace, stats=stats, build=partial(workspace.build, stats=stats))
-            result = replace(result, stats=stats)
         return ChosenPlan(workspace=workspace, built=built, result=result)
 
     def validate(self, chosen: ChosenPlan) -> Result:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -267,8 +266,8 @@ class PlacementSearch:
     Times are in nanoseconds, those of weighted ops in int8 less a share of their float time.
     """
 
-    def __init__(self, placement: Placement, table: CostTable) -> None:
-        """Start with all groups in float."""
+    def __init__(self, placement: Placement, table: CostTable, int8_worth: float = 0.0) -> None:
+        """Start with all groups in float. A larger worth keeps more multiply-adds in int8."""
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
@@ -279,7 +278,6 @@ class PlacementSearch:
         for index in self.decidable:
             self.is_decidable[index] = True
         self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
-        self._judged_weights = list[int]()  # groups with weights whose times in float and int8 are both known
         for index, group in enumerate(groups):
             if group.work is None:
                 continue
@@ -287,8 +285,8 @@ class PlacementSearch:
             self.float_cost[index] = self.int8_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
             # An op of which the table knows one form only is not judged.
             if table.knows(kernel):
-                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work)
-                self._judged_weights += [index] if group.has_weight else []
+                worth = int8_worth * self.float_cost[index] if group.has_weight else 0.0
+                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work) - worth
         self.quantize_cost = [
             table.nanoseconds(
                 tensor.conversion(QUANTIZE, is_blocked=groups[tensor.producer].writes_blocks), tensor.work
@@ -299,7 +297,7 @@ class PlacementSearch:
         self.dequantize_cost = [
             [
                 table.nanoseconds(tensor.conversion(DEQUANTIZE, is_blocked=is_blocked), tensor.work)
-                for is_blocked in ((False, True) if tensor.is_map else (False,))
+                for is_blocked in (False, True)
             ]
             for tensor in tensors
         ]
@@ -313,6 +311,8 @@ class PlacementSearch:
             elif group.is_max_pool and group.work is not None:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
                 self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
+        self.is_int8 = [group.fixed for group in groups]
+        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
         # as integers in int8, and the time of a DequantizeLinear for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
@@ -323,24 +323,7 @@ class PlacementSearch:
             [(position, self._dequantize_time(position, index)) for position in group.reads]
             for index, group in enumerate(groups)
         ]
-        self._float_time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
-        self._place_in_float()
-
-    def with_worth(self, int8_worth: float) -> PlacementSearch:
-        """Return a search with all groups in float. A larger worth keeps more multiply-adds in int8."""
-        other = copy(self)
-        other.int8_cost = [*self.int8_cost]
-        for index in self._judged_weights:
-            other.int8_cost[index] -= int8_worth * self.float_cost[index]
-        other._place_in_float()
-        return other
-
-    def _place_in_float(self) -> None:
-        """Place all groups in float that the plan does not fix."""
-        tensors = self.placement.tensors
-        self.is_int8 = [group.fixed for group in self.placement.groups]
-        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
-        self.time = self._float_time
+        self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
             sum(self._dequantize_time(position, reader) for reader in tensor.readers if not self.is_int8[reader])
@@ -381,8 +364,7 @@ class PlacementSearch:
 
     def _dequantize_time(self, position: int, reader: int) -> float:
         """Return the time that an int8 tensor adds to a float reader."""
-        costs = self.dequantize_cost[position]
-        return costs[len(costs) > 1 and self.placement.groups[reader].reads_blocks] + self.split_cost[reader]
+        return self.dequantize_cost[position][self.placement.groups[reader].reads_blocks] + self.split_cost[reader]
 
     def try_flips(self, indices: Sequence[int]) -> bool:
         """Change several groups if that saves time, or if all become int8 at no cost."""
@@ -551,7 +533,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     float_time = search.time
     outcomes: list[_Outcome] = []
     for worth in (*INT8_WORTHS, -CLEAR_GAIN):
-        int8_groups = search.with_worth(worth).run()
+        int8_groups = PlacementSearch(placement, table, worth).run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
             break

@@ -8,7 +8,7 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from graphquant.backends.findings import (
@@ -238,10 +238,10 @@ def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:
 
 def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or ""."""
+    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, supports_fused_form
+
     slots = graph.slots(op.name)
     if op.type == "MatMulNBits":
-        from graphquant.formats.onnx import supports_fused_form
-
         args = FamilyArguments(accuracy_level=4 if op.numeric_attr("accuracy_level", 0) == 4 else 0)  # noqa: PLR2004  # level
         bits, has_zero_points = int(op.numeric_attr("bits", 4)), len(slots) > 3 and slots[3] is not None  # noqa: PLR2004  # slot
         form = FusedForm(op_type=op.type, bits=bits, args=args, has_zero_points=has_zero_points)
@@ -254,22 +254,14 @@ def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     if op.type == DYNAMIC_PRODUCT:
         types = "uint8", types[1]  # it quantizes its input
     shape = None if tensors[1] is None else graph.output(tensors[1]).shape
-    if not shape:
+    if not shape or types not in PRODUCT_TYPES:
         return ""
     if op.type == "QLinearConv":
         columns = (shape[0] or 0) // int(op.numeric_attr("group", 1))
     else:
         columns = shape[0 if op.type == "QGemm" and op.numeric_attr("transB", 0) else -1] or 0
-    rows = columns and _wrong_rows(types, columns)
+    rows = columns and find_wrong_product(*types, columns)
     return f"this onnxruntime computes {rows} or more rows of {columns} columns wrong on this CPU" if rows else ""
-
-
-@cache  # an import of the functions for each op takes longer than the rest
-def _wrong_rows(types: tuple[str, str], columns: int) -> int:
-    """Return the smallest number of rows for which products of these types are wrong, 0 if for none."""
-    from graphquant.formats.onnx import PRODUCT_TYPES, find_wrong_product
-
-    return find_wrong_product(*types, columns) if types in PRODUCT_TYPES else 0
 
 
 ORT_FUSABLE_KINDS = dict.fromkeys(

@@ -8,17 +8,18 @@ statistics give equal bytes. A file may be hostile: nothing is unpickled, sizes 
 
 from __future__ import annotations
 
-import os
 import pickle
 import zipfile
 import zlib
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from weakref import finalize
 
 import numpy as np
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
     from graphquant.numerics import Array
 
-SKETCHES_PER_CHUNK = 250  # sketches of `StoredSketches` that are read at once
 MAX_LISTED_TENSORS = 5  # maximum number of tensors that an error lists
 
 _HexText = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
@@ -134,36 +134,26 @@ class Stats(HtmlRepresentation):
             raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
 
-class StoredSketches(Mapping[TensorRef, Sketch]):
-    """Sketches in a temporary file, which are read when they are needed. Those of long models fill memory."""
+class StoredSketches(UserDict[TensorRef, Any]):
+    """Sketches in a temporary file, which are read when they are needed, 250 at a time."""
 
     def __init__(self, sketches: Mapping[TensorRef, Sketch]) -> None:
-        """Store `sketches`. Raises an OSError if the file cannot be written."""
-        self._positions = {tensor: index for index, tensor in enumerate(sketches)}
+        """Write `sketches`."""
+        super().__init__()
         self._file = TemporaryFile()  # noqa: SIM115  # closed with this object
+        self._chunk_start, self._chunk, self._lock = -1, dict[TensorRef, Sketch](), Lock()
         finalize(self, self._file.close)
-        self._ends, self._read_chunk = [0], lru_cache(maxsize=1)(self._load_chunk)
-        values = iter(sketches.values())
-        while chunk := [*islice(values, SKETCHES_PER_CHUNK)]:
-            self._file.write(pickle.dumps(chunk, pickle.HIGHEST_PROTOCOL))
-            self._ends.append(self._file.tell())
-        self._file.flush()
+        items = iter(sketches.items())
+        while chunk := dict(islice(items, 250)):
+            self.data |= dict.fromkeys(chunk, self._file.tell())
+            pickle.dump(chunk, self._file)
 
     def __getitem__(self, tensor: TensorRef) -> Sketch:
-        chunk, position = divmod(self._positions[tensor], SKETCHES_PER_CHUNK)
-        return self._read_chunk(chunk)[position]
-
-    def __iter__(self) -> Iterator[TensorRef]:
-        return iter(self._positions)
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def _load_chunk(self, chunk: int) -> list[Sketch]:
-        """Return the sketches of a chunk, also if several threads read the file."""
-        start, stop = self._ends[chunk : chunk + 2]
-        sketches: list[Sketch] = pickle.loads(os.pread(self._file.fileno(), stop - start, start))  # noqa: S301  # our own
-        return sketches
+        with self._lock:
+            if self._chunk_start != self.data[tensor]:
+                self._chunk_start = self._file.seek(self.data[tensor])
+                self._chunk = pickle.load(self._file)  # noqa: S301  # no other process has the file
+            return self._chunk[tensor]
 
 
 def combine_stats(all_stats: Sequence[Stats]) -> Stats:

@@ -220,7 +220,7 @@ def test_chains_get_the_best_placement(tmp_path, seed):
     _, prepared, plan = net(tmp_path, body, **kernels)
     table = cost_table(float(rng.uniform(5, 60)), conv_dense=rng.uniform(0.3, 2), conv_pointwise=rng.uniform(0.3, 2))
     placement = Placement(prepared, plan)
-    for search in (PlacementSearch(placement, table), PlacementSearch(placement, table).with_worth(0.4)):
+    for search in (PlacementSearch(placement, table), PlacementSearch(placement, table, 0.4)):
         int8_times = {}
         for count in range(len(placement.decidable) + 1):
             for groups in combinations(placement.decidable, count):
