@@ -271,12 +271,8 @@ class PlacementSearch:
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
-        # If no group shares a tensor, or reads several, `_try_tree` finds the best placement.
-        single_reads = all(len(group.reads) <= 1 for group in groups)
-        self._is_forest = single_reads and all(len(tensor.readers) == 1 for tensor in tensors)
-        self.is_decidable = [False] * len(groups)
-        for index in self.decidable:
-            self.is_decidable[index] = True
+        decidable = {*self.decidable}
+        self.is_decidable = [index in decidable for index in range(len(groups))]
         self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
             if group.work is None:
@@ -384,7 +380,7 @@ class PlacementSearch:
     def run(self) -> list[int]:
         """Return the groups that run on integers in the faster of two placements, from all int8 and from all float."""
         outcomes = []
-        for start in (self.decidable,) if self._is_forest else (self.decidable, ()):
+        for start in (self.decidable, ()):
             self.set_int8(start)
             self._improve()
             outcomes.append((self.time, [index for index in self.decidable if self.is_int8[index]]))
@@ -410,8 +406,6 @@ class PlacementSearch:
     def _improve(self) -> None:
         for number in range(MAX_ROUNDS):
             changed = self._try_tree(last_parent=bool(number % 2))
-            if self._is_forest:
-                break
             if self.is_int8 != self._settled:
                 start = [*self.is_int8]
                 for label in (True, False):

@@ -55,7 +55,7 @@ MIN_CONCURRENT_ELEMENTS = 1 << 23
 """Number of elements, over all runs, from which several runs are concurrent. The sessions of other threads would take
 longer to create than they save."""
 
-MAX_SKETCHES_IN_MEMORY = 20_000  # sketches of about 2.5 KB each; more are in a temporary file
+MAX_SKETCHES_IN_MEMORY = 50_000  # sketches of about 2.5 KB each; more are in a temporary file
 TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
 
 
@@ -302,8 +302,9 @@ def collect_stats(
     stats = replace(stats, runs=tuple(replace(known_run, data_digest=digest) for known_run in stats.runs))
     new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)
     combined = combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
-    is_large = len(combined.sketches) > MAX_SKETCHES_IN_MEMORY
-    return replace(combined, sketches=StoredSketches(combined.sketches)) if is_large else combined
+    if len(combined.sketches) > MAX_SKETCHES_IN_MEMORY:
+        combined = replace(combined, sketches=StoredSketches(combined.sketches))
+    return combined
 
 
 def _remaining_block_ranges(

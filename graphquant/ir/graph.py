@@ -209,10 +209,9 @@ class Graph:
         by_port: dict[int, list[Use]] = {}
         for target, edges in self._successors[name].items():
             for key, data in edges.items():  # the key is a slot, CONTROL_EDGE or ("capture", use)
-                if isinstance(key, int):
-                    by_port.setdefault(data["port"], []).append(Use(self.name, target, key))
-                elif key != CONTROL_EDGE:
-                    by_port.setdefault(data["port"], []).append(key[1])
+                if key != CONTROL_EDGE:
+                    use = Use(self.name, target, key) if isinstance(key, int) else key[1]
+                    by_port.setdefault(data["port"], []).append(use)
         return by_port
 
     def control_inputs(self, name: str) -> list[str]:
@@ -615,9 +614,8 @@ def _check_slots(graph: Graph, stage: str) -> None:
     # Case 3: every data edge is a slot, every capture a slot of its body.
     targets = ((source, *target) for source, targets in graph._successors.items() for target in targets.items())  # noqa: SLF001
     for source, target, edges in targets:
-        slot_count = sum([isinstance(key, int) for key in edges])
-        unmatched_edges -= slot_count
-        for use in [key[1] for key in edges if isinstance(key, tuple)] if slot_count < len(edges) else ():
+        unmatched_edges -= sum([isinstance(key, int) for key in edges])
+        for use in [key[1] for key in edges if isinstance(key, tuple)]:
             reader_graph = graph.graphs.get(use.graph)
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
             if source_tensor != TensorRef(graph.name, source, edges["capture", use]["port"]):
@@ -631,14 +629,13 @@ def _check_slots(graph: Graph, stage: str) -> None:
 def _check_slot(graph: Graph, name: str, slot: int, tensor: TensorRef, stage: str) -> None:
     is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
     source_graph = graph if is_own else graph.graphs.get(tensor.graph)
-    source = None if source_graph is None else source_graph._ops.get(tensor.op)  # noqa: SLF001  # very many calls
-    if source_graph is None or source is None or not (is_own or graph.can_read(tensor.graph)):
+    if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         problem = "which does not exist or is out of scope."
-    elif not 0 <= tensor.port < len(source.outputs):
-        problem = f"but that op has {len(source.outputs)} outputs."
+    elif not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):
+        problem = f"but that op has {len(source_graph.op(tensor.op).outputs)} outputs."
     else:
         target, key = (name, slot) if is_own else graph.edge_key(Use(graph.name, name, slot), tensor)[1:]
-        edge = source_graph._successors[tensor.op].get(target, {}).get(key)  # noqa: SLF001
+        edge = source_graph.successors(tensor.op).get(target, {}).get(key)
         if edge is not None and edge["port"] == tensor.port:
             return
         problem = "but its edge is missing."

@@ -211,30 +211,10 @@ def test_optimum(tmp_path, seed):
     assert search.time <= 1.04 * min(times)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_chains_get_the_best_placement(tmp_path, seed):
-    """Without shared tensors, no other placement takes less time, also if int8 may cost a share of float time."""
-    rng = np.random.default_rng(seed)
-    kernels = {"v": POINTS, "w": KERNEL, "u": POINTS, "t": KERNEL, "s": POINTS}
-    body = f"a = Conv(x, v) b = {CONV}(a, w) c = Conv(b, u) d = {CONV}(c, t) y = Conv(d, s)"
-    _, prepared, plan = net(tmp_path, body, **kernels)
-    table = cost_table(float(rng.uniform(5, 60)), conv_dense=rng.uniform(0.3, 2), conv_pointwise=rng.uniform(0.3, 2))
-    placement = Placement(prepared, plan)
-    for search in (PlacementSearch(placement, table), PlacementSearch(placement, table, 0.4)):
-        int8_times = {}
-        for count in range(len(placement.decidable) + 1):
-            for groups in combinations(placement.decidable, count):
-                search.set_int8(groups)
-                int8_times[groups] = search.time
-        search.set_int8(search.run())
-        assert search.time == pytest.approx(min(int8_times.values()))
-
-
 def test_a_settled_placement_is_not_tried_again(tmp_path, monkeypatch):
     """The search from all float does not repeat the changes that saved no time in the search from all int8."""
     _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
     search = PlacementSearch(Placement(prepared, plan), cost_table(1.0, conv_dense=0.5, conv_pointwise=0.25))
-    monkeypatch.setattr(search, "_is_forest", False)  # as for a net with branches
     tried = []
     try_flips = search.try_flips
     monkeypatch.setattr(search, "try_flips", lambda indices: tried.append((*indices,)) or try_flips(indices))
