@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -52,11 +51,13 @@ class SplitSession:
         """Return the outputs called `names` for each of `feeds`."""
         values = [dict(feed) for feed in feeds]
         last_readers = {name: index for index, part in enumerate(self.parts) for name in part.inputs}
-        with closing(prefetch(methodcaller("create"), self.parts, CONCURRENT_CREATIONS)) as sessions:
+        needed = {*names, *last_readers}
+        with closing(prefetch(lambda part: part.create(), self.parts, CONCURRENT_CREATIONS)) as sessions:
             for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
-                for known in values:
-                    results = session.run(part.outputs, {name: known[name] for name in part.inputs})
-                    known.update(zip(part.outputs, results, strict=True))
+                outputs = [name for name in part.outputs if name in needed]
+                for known in values if outputs else ():  # for ONNX Runtime, no names are all names
+                    results = session.run(outputs, {name: known[name] for name in part.inputs})
+                    known.update(zip(outputs, results, strict=True))
                     for name in part.inputs:
                         if last_readers[name] == index and name not in names:
                             del known[name]
