@@ -15,7 +15,7 @@ from graphquant.analysis.model_summary import QuantizationOp, summarize_model
 from graphquant.errors import InternalError
 from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
 from graphquant.ir.op_matching import OpMatching, consumers_through_qdq, match_ops, unclipped_source, unquantized_source
-from graphquant.numerics import Array, QParams, dequantize, iter_slabs, quantize
+from graphquant.numerics import Array, QParams, broadcast_to_tensor, dequantize, iter_slabs, quantize
 from graphquant.quantize import parse_step_names, prepare
 
 ObservedTensors = Mapping[TensorRef, Sequence[Array]]
@@ -243,7 +243,8 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
         dequantized = dequantize(integers, row_params)
         if is_bias and expected is not None:
             difference = np.abs(expected.reshape(value.shape)[rows] - dequantized)
-            site.changed_bias |= bool(np.any(difference > row_params.scale))
+            steps = broadcast_to_tensor(row_params.scale, row_params, difference.shape)
+            site.changed_bias |= bool(np.any(difference > steps))
         for errors, reference in ((site.local_errors, local_reference), (site.accumulated_errors, expected)):
             if reference is not None:
                 with ignore_overflow():

@@ -411,9 +411,11 @@ class RecordedRunner:
     """A runner that knows the outputs of some feeds, so that it needs no session for them."""
 
     def __init__(self, runner: Runner, feeds: Iterable[Feeds]) -> None:
-        """Run `feeds` and free the session."""
-        self._runner, self._records = runner, [(feed, runner.run(feed)) for feed in feeds]
-        runner.free_session(only_large=False)
+        """Run `feeds`, in the session that observes tensors if there is one, and free all sessions."""
+        feeds = [*feeds]
+        self._runner, self._records = runner, [*zip(feeds, formats.run_outputs(runner, feeds), strict=True)]
+        for observing in (True, False):
+            runner.free_session(observing=observing, only_large=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -424,13 +426,12 @@ class RecordedRunner:
         return next(same, None) or self._runner.run(feeds)
 
 
-def record_float_outputs(source: Model, holdout: HoldOut) -> None:
+def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:
     """Run the float model on the samples of `validate_model`, which needs no session of it then.
 
     Raises a DataError if a sample does not fit.
     """
     with suppress(MissingDependencyError, ModelError):  # the validation reports it
-        runner = formats.shared_runner(source, "source")
         if with_selections(runner) is runner and not runner.start_sequence():
             feeds = (model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES))
             formats.share_runner(cast("Runner", RecordedRunner(runner, feeds)), "source")

@@ -96,11 +96,11 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
     findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
     del check  # and its runner
     if not has_few_sites(len(inputs.plan.sites)):
+        runner = formats.find_shared_runner(inputs.source) if data.validation_set is not None else None
         release_float_runners()
+        if runner is not None and data.validation_set is not None:  # it may have a session already
+            record_float_outputs(runner, data.validation_set)
         return_freed_memory()  # from now on, only outputs are measured
-        if data.validation_set is not None:
-            record_float_outputs(inputs.source, data.validation_set)
-            return_freed_memory()
     return search, workspace, findings
 
 

@@ -271,9 +271,7 @@ class PlacementSearch:
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
-        self.is_decidable = [False] * len(groups)
-        for index in self.decidable:
-            self.is_decidable[index] = True
+        self.is_decidable = [group.has_int8_kernel and not group.fixed for group in groups]
         self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
         for index, group in enumerate(groups):
             if group.work is None:

@@ -238,7 +238,7 @@ def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:
 
 def _find_fault(model: Model, graph: Graph, op: Op) -> str:
     """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or ""."""
-    from graphquant.formats.onnx import PRODUCT_TYPES, find_wrong_product, supports_fused_form
+    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, supports_fused_form
 
     slots = graph.slots(op.name)
     if op.type == "MatMulNBits":

@@ -31,7 +31,7 @@ from graphquant.calibration.memory import (
     observation_budget,
     return_freed_memory,
 )
-from graphquant.calibration.stats import DataRun, Stats, combine_stats, uncovered_ranges
+from graphquant.calibration.stats import DataRun, Stats, StoredSketches, combine_stats, uncovered_ranges
 from graphquant.errors import DataError
 from graphquant.observers import SketchAccumulator, add_all
 
@@ -55,6 +55,7 @@ MIN_CONCURRENT_ELEMENTS = 1 << 23
 """Number of elements, over all runs, from which several runs are concurrent. The sessions of other threads would take
 longer to create than they save."""
 
+MAX_SKETCHES_IN_MEMORY = 50_000  # sketches of about 2.5 KB each; more are in a temporary file
 TENSORS_PER_TASK = 8  # number of tensors whose values are added to sketches in one task
 
 
@@ -300,7 +301,10 @@ def collect_stats(
     digest, new_ranges = dataset.final_digest(), tuple(finished if observed_targets else block_ranges)
     stats = replace(stats, runs=tuple(replace(known_run, data_digest=digest) for known_run in stats.runs))
     new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)
-    return combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
+    combined = combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
+    if len(combined.sketches) > MAX_SKETCHES_IN_MEMORY:
+        combined = replace(combined, sketches=StoredSketches(combined.sketches))
+    return combined
 
 
 def _remaining_block_ranges(

@@ -8,13 +8,19 @@ statistics give equal bytes. A file may be hostile: nothing is unpickled, sizes 
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 import zlib
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from weakref import finalize
 
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
@@ -126,6 +132,28 @@ class Stats(HtmlRepresentation):
                     archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
+
+
+class StoredSketches(UserDict[TensorRef, Any]):
+    """Sketches in a temporary file, which are read when they are needed, 250 at a time."""
+
+    def __init__(self, sketches: Mapping[TensorRef, Sketch]) -> None:
+        """Write `sketches`."""
+        super().__init__()
+        self._file = TemporaryFile()  # noqa: SIM115  # closed with this object
+        self._chunk_start, self._chunk, self._lock = -1, dict[TensorRef, Sketch](), Lock()
+        finalize(self, self._file.close)
+        items = iter(sketches.items())
+        while chunk := dict(islice(items, 250)):
+            self.data |= dict.fromkeys(chunk, self._file.tell())
+            pickle.dump(chunk, self._file)
+
+    def __getitem__(self, tensor: TensorRef) -> Sketch:
+        with self._lock:
+            if self._chunk_start != self.data[tensor]:
+                self._chunk_start = self._file.seek(self.data[tensor])
+                self._chunk = pickle.load(self._file)  # noqa: S301  # no other process has the file
+            return self._chunk[tensor]
 
 
 def combine_stats(all_stats: Sequence[Stats]) -> Stats:

@@ -209,10 +209,9 @@ class Graph:
         by_port: dict[int, list[Use]] = {}
         for target, edges in self._successors[name].items():
             for key, data in edges.items():  # the key is a slot, CONTROL_EDGE or ("capture", use)
-                if isinstance(key, int):
-                    by_port.setdefault(data["port"], []).append(Use(self.name, target, key))
-                elif key != CONTROL_EDGE:
-                    by_port.setdefault(data["port"], []).append(key[1])
+                if key != CONTROL_EDGE:
+                    use = Use(self.name, target, key) if isinstance(key, int) else key[1]
+                    by_port.setdefault(data["port"], []).append(use)
         return by_port
 
     def control_inputs(self, name: str) -> list[str]:
@@ -221,7 +220,7 @@ class Graph:
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`, which may belong to an enclosing graph."""
-        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
+        return self.graphs[tensor.graph]._ops[tensor.op].outputs[tensor.port]  # noqa: SLF001  # very many calls
 
     def unique_name(self, name: str) -> str:
         """Return `name`, or `name` with the smallest unused suffix `_k`."""
@@ -453,11 +452,11 @@ class Model(HtmlRepresentation):
 
     def op(self, tensor: TensorRef) -> Op:
         """Return the op that produces `tensor`."""
-        return self.graphs[tensor.graph].op(tensor.op)
+        return self.graphs[tensor.graph]._ops[tensor.op]  # noqa: SLF001  # very many calls
 
     def output(self, tensor: TensorRef) -> Any:
         """Return the `Output` of `tensor`."""
-        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
+        return self.op(tensor).outputs[tensor.port]
 
     def build_graphs(self) -> None:
         """Build all deferred graphs, which raises the ModelErrors of damaged ones."""
@@ -613,10 +612,10 @@ def _check_slots(graph: Graph, stage: str) -> None:
                 _check_slot(graph, name, slot, tensor, stage)
                 unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((op.name, *target) for op in graph.ops() for target in graph.successors(op.name).items())
+    targets = ((source, *target) for source, targets in graph._successors.items() for target in targets.items())  # noqa: SLF001
     for source, target, edges in targets:
-        unmatched_edges -= sum(isinstance(key, int) for key in edges)
-        for use in (key[1] for key in edges if isinstance(key, tuple)):
+        unmatched_edges -= sum([isinstance(key, int) for key in edges])
+        for use in [key[1] for key in edges if isinstance(key, tuple)]:
             reader_graph = graph.graphs.get(use.graph)
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
             if source_tensor != TensorRef(graph.name, source, edges["capture", use]["port"]):

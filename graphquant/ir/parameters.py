@@ -83,6 +83,14 @@ class Parameters:
             values[current] = None if computed_elements > MAX_FOLDED_ELEMENTS else value
         return values[tensor]
 
+    def number(self, tensor: TensorRef) -> float | None:
+        """Return the value of a parameter with one element; None for others, and for weights, which are not read."""
+        if not self.is_parameter(tensor) or math.prod(size or 0 for size in self.shape(tensor) or ()) > 1:
+            return None
+        value = self.value(tensor)
+        is_number = value is not None and value.size == 1 and not np.iscomplexobj(value)
+        return float(value.reshape(-1)[0]) if value is not None and is_number else None
+
     def is_variable(self, tensor: TensorRef) -> bool:
         """Return True for a parameter whose value is that of a variable, or is computed from one."""
         starts = [tensor] if self.is_parameter(tensor) else []

@@ -506,8 +506,9 @@ class GroupTrials:
             group_errors |= self._measure_groups(switches, limit)
             self._switches = switches
             candidate_plans = make_candidate_plans(self._prepared, self._plan, self._samples)
+            is_limited = self._budget is not None and math.isfinite(self._budget.limit)
             for name, candidate_plan in candidate_plans.items():
-                is_promising = name not in RANGE_CANDIDATES or missing <= MAX_RANGE_GAIN_DB or not self._is_limited
+                is_promising = name not in RANGE_CANDIDATES or missing <= MAX_RANGE_GAIN_DB or not is_limited
                 if name != f"{WIDE_ACTIVATION_BITS} bits" and is_promising and self._charge_candidate(switches):
                     built = rebuild(candidate_plan)
                     ratios |= self._measure_ratios(name, candidate_plan, built, switches, group_errors)
@@ -550,11 +551,6 @@ class GroupTrials:
     def _set_work(self, switches: GroupSwitches) -> float:
         """Predict the work of one measurement of a set of groups."""
         return 0.0 if self._budget is None else self._budget.costs.switched(*switches.size)
-
-    @property
-    def _is_limited(self) -> bool:
-        """True if work is limited."""
-        return self._budget is not None and math.isfinite(self._budget.limit)
 
     def _charge_candidate(self, switches: GroupSwitches) -> bool:
         """Charge the work of measuring a candidate. Return False if it would leave too little for plans."""

@@ -702,9 +702,6 @@ class _Repair:
         offset = self._current_sqnr - error_to_db(measure_error(on))
         offset = min(max(offset, -MAX_SHIFT_DB), MAX_SHIFT_DB) if math.isfinite(offset) else 0.0
 
-        def recipe_of(selection: Selection) -> Recipe:
-            return self._with_float_blocks(base, high_precision_ops(groups, selection))
-
         def measure(selection: Selection) -> PlanQuality:
             on = [number for number, index in enumerate(selection) if not index]
             # Without any quantization there is no error, but nothing is gained either.
@@ -713,7 +710,7 @@ class _Repair:
 
         for _ in range(MAX_ROUNDS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
-            recipe = recipe_of(result.selection)
+            recipe = self._with_float_blocks(base, high_precision_ops(groups, result.selection))
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
             gain = self._algorithm_gains.get(base.algorithms, math.inf)
             work = self._plan_work(base, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(base))

@@ -75,22 +75,10 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
 """Ops that are evaluated, by kind. The tensors that other ops read must not change."""
 
 
-def _hard_sigmoid(op: Op, x: Array) -> Array:
-    return np.clip(op.numeric_attr("alpha", 0.2) * x + op.numeric_attr("beta", 0.5), 0, 1)
-
-
-def _silu(op: Op, x: Array) -> Array:
-    return silu(x, op.numeric_attr("alpha", QUICK_GELU_STEEPNESS if op.type == "QuickGelu" else 1.0))
-
-
-def _gelu(op: Op, x: Array) -> Array:
-    return (gelu_by_tanh if op.text_attr("approximate", "none") == "tanh" else gelu)(x)
-
-
 _WITH_ATTRIBUTES: Mapping[str, Callable[[Op, Array], Array]] = {
-    "hard_sigmoid": _hard_sigmoid,
-    "silu": _silu,
-    "gelu": _gelu,
+    "hard_sigmoid": lambda op, x: np.clip(op.numeric_attr("alpha", 0.2) * x + op.numeric_attr("beta", 0.5), 0, 1),
+    "silu": lambda op, x: silu(x, op.numeric_attr("alpha", QUICK_GELU_STEEPNESS if op.type == "QuickGelu" else 1.0)),
+    "gelu": lambda op, x: (gelu_by_tanh if op.text_attr("approximate", "none") == "tanh" else gelu)(x),
 }
 """Ops whose result depends on attributes."""
 
@@ -203,7 +191,5 @@ def _operand(parameters: Parameters, slot: TensorRef | None, values: Mapping[Ten
     """Return the values of an evaluated tensor or of a constant with one element."""
     if slot is None or slot in values:
         return None if slot is None else values[slot]
-    if not parameters.is_parameter(slot) or math.prod(size or 0 for size in parameters.shape(slot) or ()) != 1:
-        return None
-    value = parameters.value(slot)
-    return None if value is None or value.size != 1 else np.asarray(float(value.reshape(-1)[0]))
+    number = parameters.number(slot)
+    return None if number is None else np.asarray(number)

@@ -485,7 +485,8 @@ class _PatternSearch:
             if name == ANY_OPERAND or bound.get(name) == tensor:
                 stack.append((rest, bound))
             elif (number := _as_number(name)) is not None:
-                if self._is_number(tensor, number):
+                value = self._neighbors.parameters.number(tensor)
+                if value is not None and np.isclose(value, number):
                     stack.append((rest, bound))
             elif name not in bound and name not in self.definitions:
                 stack.append((rest, {**bound, name: tensor}))
@@ -534,15 +535,6 @@ class _PatternSearch:
             return slots[0] if slots and self._neighbors.model.op(current).kind in self._skipped_kinds else None
 
         return follow_to_end(tensor, forwarded_input, MAX_FORWARDING_OPS)
-
-    def _is_number(self, tensor: TensorRef, number: float) -> bool:
-        """Return True if `tensor` is a constant with this single value."""
-        parameters = self._neighbors.parameters
-        if not parameters.is_parameter(tensor) or math.prod(size or 0 for size in parameters.shape(tensor) or ()) > 1:
-            return False  # a weight is not read to compare it with a number
-        value = parameters.value(tensor)
-        is_single = value is not None and value.size == 1 and not np.iscomplexobj(value)
-        return value is not None and is_single and bool(np.isclose(float(value.reshape(-1)[0]), number))
 
     def _operand_orders(self, op: PatternOp, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
         """Return the assignments of the inputs of the op of `tensor` to the operands of a part."""

@@ -9,7 +9,6 @@ by a factor of k. A product or quotient of degree 0, whose operands have other d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from graphquant.ir import (
     WEIGHTED_KINDS,
     OpKey,
     TensorRef,
-    fully_known_shape,
     reachable,
 )
 
@@ -135,11 +133,11 @@ class _GraphDegrees:
     def _degree_factor(self, op: Op, constants: Sequence[TensorRef]) -> float | None:
         """Return the factor by which an op multiplies the degree of its operands, None if there is none."""
         if op.kind == "pow":
-            return self._single_value(constants[-1]) if constants else None
+            return self._parameters.number(constants[-1]) if constants else None
         if op.kind in SUM_KINDS:
             limits = [op.numeric_attr(name, 0) for name in ("min", "max") if name in op.attrs]
             # Too small, or too large, to change the values of ordinary signals.
-            values = [*map(self._single_value, constants), *limits]
+            values = [*map(self._parameters.number, constants), *limits]
             is_neutral = all(value is not None and not MAX_EPSILON < abs(value) < MIN_LIMIT for value in values)
             return 1.0 if is_neutral else None
         if op.kind in PROPORTIONAL_KINDS or op.type in PROPORTIONAL_TYPES:
@@ -153,9 +151,3 @@ class _GraphDegrees:
         if not degree:
             self._normalized += [tensor for tensor in factors if tensor in self.of_tensor]
         return degree or None
-
-    def _single_value(self, tensor: TensorRef) -> float | None:
-        """Return the value of a parameter that is a single number."""
-        shape = fully_known_shape(self._parameters.shape(tensor))
-        value = self._parameters.value(tensor) if shape is not None and math.prod(shape) == 1 else None
-        return None if value is None or value.size != 1 else float(value.reshape(-1)[0])

@@ -12,6 +12,14 @@ from graphquant.errors import UsageError
 SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
+def decode_bytes(data: bytes) -> str | bytes:
+    """Return UTF-8 text as a string, and other data unchanged."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
 def join_limited(items: Collection[object], limit: int = 5) -> str:
     """Join the first `limit` items, and count the rest: "a, b, c and 4 more"."""
     return ", ".join(str(item) for item in islice(items, limit)) + more_text(len(items) - limit)

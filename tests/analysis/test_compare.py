@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support.onnx_models import onnx_model
 
 import graphquant as gq
 
@@ -177,3 +178,18 @@ def test_tensorflow(samples: Path, tmp_path: Path, name: str) -> None:
     for site in comparison.sites:
         assert site.local is not None, site
         assert site.accumulated is not None, site
+
+
+def test_wide_weights_with_row_scales(tmp_path: Path) -> None:
+    """A matrix of 32-bit integers with a scale for each row is measured, as a damaged model may have it."""
+    rng = np.random.default_rng(0)
+    weight, scale = rng.normal(size=(4, 3)).astype(np.float32), np.full(4, 1e-6, np.float32)
+    inputs, outputs = "float[N, 4] x", "float[N, 3] y"
+    float_model = onnx_model(f"g ({inputs}) => ({outputs}) {{ y = MatMul(x, w) }}", {"w": weight})
+    integers = np.rint(weight / scale[:, None]).astype(np.int32)
+    text = f"g ({inputs}) => ({outputs}) {{ w = DequantizeLinear<axis = 0>(i, s) y = MatMul(x, w) }}"
+    onnx.save(float_model, tmp_path / "float.onnx")
+    onnx.save(onnx_model(text, {"i": integers, "s": scale}), tmp_path / "wide.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(8, 4)).astype(np.float32))
+    comparison = gq.compare(tmp_path / "float.onnx", tmp_path / "wide.onnx", str(tmp_path / "data.npz"))
+    assert [site.local > 100 for site in comparison.sites] == [True]

@@ -160,7 +160,7 @@ def test_recorded_float_outputs(samples: Path) -> None:
     feed, other = next(iter(holdout.samples(1))), next(iter(dataset))
     expected = formats.create_runner(source).run(feed)
     with formats.shared_runners():
-        record_float_outputs(source, holdout)
+        record_float_outputs(formats.create_runner(source), holdout)
         runner: Any = formats.shared_runner(source, "source")
         outputs = runner.run(feed)
         assert runner._session is None

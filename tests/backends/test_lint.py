@@ -9,7 +9,7 @@ from support.onnx_models import load_with_constants, qdq_text
 import graphquant as gq
 from graphquant.backends import BACKENDS, LINT_CODES, check_quantized_model
 from graphquant.errors import DataError, EmptyResultError, UsageError
-from graphquant.formats import onnx as formats
+from graphquant.formats.onnx import runtime
 from graphquant.quantize import SkipCode
 from graphquant.rules import shipped_rule_files
 
@@ -164,7 +164,7 @@ def test_every_code_has_cases():
 def test_wrong_products_of_the_runtime(tmp_path, monkeypatch):
     """The op whose products the installed runtime computes wrong is an error, with the numbers of rows and columns."""
     model = load_net_of_ops(CONV, tmp_path)
-    monkeypatch.setattr(formats, "find_wrong_product", lambda *product: 32 if product == ("uint8", "int8", 4) else 0)
+    monkeypatch.setattr(runtime, "find_wrong_product", lambda *product: 32 if product == ("uint8", "int8", 4) else 0)
     found = [finding for finding in check_quantized_model(model, "onnxruntime").findings if finding.code == "GQ114"]
     assert [finding.op for finding in found] == ["r"]
     assert {"32", "4"} <= set(found[0].message.split())

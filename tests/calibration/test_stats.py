@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphquant.calibration.stats import DataRun, Stats, combine_stats, select_stats, uncovered_ranges
+from graphquant.calibration.stats import (
+    DataRun,
+    Stats,
+    StoredSketches,
+    combine_stats,
+    select_stats,
+    uncovered_ranges,
+)
 from graphquant.calibration.targets import ObservationTarget
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
@@ -161,3 +168,19 @@ def test_uncovered_ranges() -> None:
     assert uncovered_ranges([(0, 9)], 2, 5) == []
     assert uncovered_ranges([(6, 7)], 2, 5) == [(2, 5)]
     assert uncovered_ranges([], 3, 3) == []
+
+
+def test_stored_sketches() -> None:
+    """Sketches in a file are those that were written, in any order of reading, and no others are there."""
+    rng = np.random.default_rng(0)
+    sketches = {
+        TensorRef("", f"t{index}", index % 2): sketch_values(rng.normal(size=index % 50).astype(np.float32), bits=7)
+        for index in range(600)
+    }
+    stored = StoredSketches(sketches)
+    assert list(stored) == list(sketches)
+    for tensor in rng.permutation(list(sketches))[:40]:
+        reference = TensorRef(tensor[0], tensor[1], int(tensor[2]))
+        assert stored[reference] == sketches[reference]
+    assert dict(stored) == sketches
+    assert stored.get(TensorRef("", "t1", 0)) is None

@@ -43,6 +43,7 @@ _MAY_CRASH = sys.platform == "linux" and RELEASE < (1, 28)
 """Older releases crash on some models: a Conv with inputs of different ranks, blocked weights that a branch captures.
 They first open each session in a forked process."""
 
+CONCURRENT_CREATIONS = 1 if _MAY_CRASH else 2  # sessions; no other thread may create one while the process forks
 FATAL_LOG_LEVEL = 4  # errors are raised with the same text
 COLUMN_TILE = 64  # products of columns above a multiple of it are computed by the same code as those of the rest
 PRODUCT_TYPES = frozenset({("uint8", "int8"), ("uint8", "uint8"), ("int8", "int8")})

@@ -299,7 +299,7 @@ def _resolve_branches(
         inner_types = ChainMap[str, Any]({}, types)
         _resolve_graph(attr.g, inner_types, ChainMap({}, values), part)
         outputs[attr.name] = [inner_types.get(info.name) for info in attr.g.output]
-    if node.input[0] not in values:
+    if next(iter(node.input), "") not in values:
         return {}
     is_then = bool(numpy_helper.to_array(values[node.input[0]]).any())
     chosen = outputs.get("then_branch" if is_then else "else_branch", ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from onnx.helper import make_tensor_value_info, tensor_dtype_to_np_dtype
 
+from graphquant.formats import prefetch
 from graphquant.formats.onnx.emitter import node_bodies
-from graphquant.formats.onnx.runtime import TENSOR_TYPE
+from graphquant.formats.onnx.runtime import CONCURRENT_CREATIONS, TENSOR_TYPE
 
 MAX_SESSION_PAIRS = 500  # maximum number of DequantizeLinear nodes of a model that is not split
 MAX_SESSION_OUTPUTS = 10_000  # maximum number of outputs of a model that is not split
@@ -49,14 +51,16 @@ class SplitSession:
         """Return the outputs called `names` for each of `feeds`."""
         values = [dict(feed) for feed in feeds]
         last_readers = {name: index for index, part in enumerate(self.parts) for name in part.inputs}
-        for index, (create, inputs, outputs, _) in enumerate(self.parts):
-            session = create()
-            for known in values:
-                results = session.run(outputs, {name: known[name] for name in inputs})
-                known.update(zip(outputs, results, strict=True))
-                for name in inputs:
-                    if last_readers[name] == index and name not in names:
-                        del known[name]
+        needed = {*names, *last_readers}
+        with closing(prefetch(lambda part: part.create(), self.parts, CONCURRENT_CREATIONS)) as sessions:
+            for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
+                outputs = [name for name in part.outputs if name in needed]
+                for known in values if outputs else ():  # for ONNX Runtime, no names are all names
+                    results = session.run(outputs, {name: known[name] for name in part.inputs})
+                    known.update(zip(outputs, results, strict=True))
+                    for name in part.inputs:
+                        if last_readers[name] == index and name not in names:
+                            del known[name]
         return [[known[name] for name in names] for known in values]
 
 

@@ -19,6 +19,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
 from graphquant.ir import DataType, Op, Shape
+from graphquant.utils.text import decode_bytes
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -313,21 +314,14 @@ def _external_array(tensor: Any, folder: Path | None, rows: slice | None = None)
 
 
 _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
-    AttributeProto.STRING: lambda attr, _: _decode_text(attr.s),
-    AttributeProto.STRINGS: lambda attr, _: [_decode_text(s) for s in attr.strings],
+    AttributeProto.STRING: lambda attr, _: decode_bytes(attr.s),
+    AttributeProto.STRINGS: lambda attr, _: [decode_bytes(s) for s in attr.strings],
     AttributeProto.TENSOR: lambda attr, folder: tensor_value(attr.t, folder),
     AttributeProto.TENSORS: lambda attr, folder: [tensor_value(tensor, folder) for tensor in attr.tensors],
     AttributeProto.SPARSE_TENSOR: lambda attr, folder: sparse_value(attr.sparse_tensor, folder),
     AttributeProto.FLOATS: lambda attr, _: list(attr.floats),
     AttributeProto.INTS: lambda attr, _: list(attr.ints),
 }
-
-
-def _decode_text(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 def first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import DataType, Op, Shape
 from graphquant.numerics import Array
+from graphquant.utils.text import decode_bytes
 
 MAX_VALUE_BYTES: Final = 1 << 26
 """Limit on the bytes of a constant that expands its stored bytes: a small hostile file must not fill memory."""
@@ -101,13 +102,6 @@ def decode_attr(value: Any) -> Any:
 def _decode_item(kind: str, item: Any) -> Any:
     decoder = _DECODERS.get(kind)
     return item if decoder is None else decoder(item)
-
-
-def _decode_bytes(text: bytes) -> str | bytes:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return text
 
 
 def encode_attr(value: Any) -> Any:
@@ -226,7 +220,7 @@ def set_constant(node: Any, value: Array) -> None:
 
 
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "s": _decode_bytes,
+    "s": decode_bytes,
     "type": lambda item: DataType(proto.dtype_name(item) or "invalid"),
     "shape": decode_shape,
     "tensor": lambda item: decode_tensor(item, "an attribute"),

@@ -157,6 +157,19 @@ def test_shapes_behind_branches(tmp_path: Path, size: int, shape: tuple[int, ...
     assert [outputs[name].shape for name in "yq"] == [shape, (size, 4)]
 
 
+def test_branches_without_condition(tmp_path: Path) -> None:
+    """A damaged If without a condition has the shape of both branches."""
+    text = """(float[N, 4] x, bool c) => (y) {
+      z = If(c) < then_branch = t () => (o) { o = Abs(x) }, else_branch = e () => (q) { q = Neg(x) } > y = Relu(z)
+    }"""
+    path = write_untyped_model(text, tmp_path / "m.onnx")
+    message = onnx.load(path)
+    del message.graph.node[0].input[:]
+    onnx.save(message, path)
+    bound = format_module("onnx").bind_input_shapes(gq.load(path), {"x": (1, 4)})
+    assert bound.main.op("y").outputs[0].shape == (1, 4)
+
+
 RUNTIME_TYPED_MODELS = [
     "(float[N, 4] x) => (float[M, K] y) { a = com.microsoft.Gelu(x) b = Relu(a) y = com.microsoft.Gelu(b) }",
     "(float[N, 4] x) => (float[M, K] y) { b = Relu(a) y = Neg(b) a = com.microsoft.Gelu(x) }",

@@ -198,6 +198,43 @@ def test_sessions_of_the_validation_give_verdicts(monkeypatch: pytest.MonkeyPatc
     assert len(numbered) == 1
 
 
+def test_float_outputs_come_from_the_session_that_observes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many quantized tensors, no session is created for the float outputs, and their errors are the same."""
+    message = quantized_chain()
+    del message.graph.node[:], message.graph.initializer[:]
+    message.graph.initializer.append(numpy_helper.from_array(np.eye(4, dtype=np.float32)[::-1] / 2, "w"))
+    for source, result in pairwise(("x", "m0", "m1", "m2", "y")):
+        message.graph.node.append(helper.make_node("MatMul", [source, "w"], [result]))
+    onnx.save(message, tmp_path / "float.onnx")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+    insert = partial(gq.insert, tmp_path / "float.onnx", data=str(tmp_path / "data.npz"), rules="generic")
+    expected = insert().validation
+    monkeypatch.setattr(validation, "MAX_MEASURED_SITES", 0)
+    runs, start = [], session.OnnxRunner.start
+    monkeypatch.setattr(session.OnnxRunner, "start", lambda runner: runs.append(runner) or start(runner))
+    measured = insert().validation
+    assert expected is not None
+    assert measured is not None
+    assert measured.worst_sqnr == pytest.approx(expected.worst_sqnr)
+    assert all(runner.model.op_kinds() >= {"quantize"} for runner in runs)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sessions_of_parts_are_created_in_order(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Sessions may be created ahead of the runs, each in its place, and an error of a later one is raised."""
+
+    class AddOne:
+        def run(self, outputs: list[str], feeds: dict[str, int]) -> list[int]:
+            return [value + 1 for value in feeds.values()]
+
+    monkeypatch.setattr(split_session, "CONCURRENT_CREATIONS", count)
+    parts = [split_session.SessionPart(AddOne, [f"t{i}"], [f"t{i + 1}"], "") for i in range(7)]
+    assert split_session.SplitSession(parts).run(["t7"], [{"t0": 0}, {"t0": 10}]) == [[7], [17]]
+    rejected = parts[3]._replace(create=dict.popitem)
+    with pytest.raises(TypeError):
+        split_session.SplitSession([*parts[:3], rejected, *parts[4:]]).run(["t7"], [{"t0": 0}])
+
+
 @pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
 def test_the_message_of_the_validation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command emits a model with many pairs once, for its validation, and writes the same bytes as `save`."""
