@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,16 +12,21 @@ from graphquant.ir import (
     CONVOLUTION_KINDS,
     DATA_MOVEMENT_KINDS,
     WEIGHTED_KINDS,
+    Graph,
     Model,
     Parameters,
     TensorRef,
     Use,
     connected_groups,
+    follow_to_end,
     reachable,
 )
 from graphquant.numerics import QParams, Range
 from graphquant.quantize.plan import Site, Skip, SkipCode
 from graphquant.quantize.solver_state import Conflict, SolverState, format_range, format_values, starts_at_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Relu and Clip: limit ranges to theirs, and add Q/DQ pairs before those that no backend can fuse.
 #
@@ -157,9 +162,31 @@ def skip_uneven_concats(state: SolverState) -> None:
         ]
         # Results of weighted ops keep a scale of their own.
         float_sites = [site for site in input_sites if not _needs_quantized_output(state, state.sites[site].tensor)]
-        for skipped in (index, *float_sites):
+        # TFLite's converter makes a layer float whose output has no range, with the values of its weight.
+        is_for_tflite = state.model.format == "tensorflow" and not state.plan.targets
+        weights = _weights_behind(state, float_sites) if is_for_tflite else []
+        for skipped in (index, *float_sites, *weights):
             state.skip_site(skipped, SkipCode.RANGE, reason)
             state.ranges.pop(skipped, None)
+
+
+def _weights_behind(state: SolverState, indices: Sequence[int]) -> list[int]:
+    """Return the sites of the weights of layers whose outputs are these sites, behind a bias or a limit."""
+    weights = []
+    for tensor in (state.sites[index].tensor for index in indices):
+        graph = state.model.graphs[tensor.graph]
+
+        def fused_source(output: TensorRef, graph: Graph = graph) -> TensorRef | None:
+            is_fused = graph.op(output.op).kind in {*RELU_LIMITS, "clip", "bias_add"}
+            return graph.slots(output.op)[0] if is_fused else None
+
+        layer = follow_to_end(tensor, fused_source).op
+        uses = [Use(graph.name, layer, slot) for slot in range(len(graph.slots(layer)))]
+        for use in uses if graph.op(layer).kind in WEIGHTED_KINDS else ():
+            index = state.index_by_use.get(use)
+            if index is not None and state.sites[index].parameter:
+                weights.append(index if len(state.sites[index].uses) == 1 else state.split_use(index, use))
+    return weights
 
 
 def _needs_quantized_output(state: SolverState, tensor: TensorRef) -> bool:

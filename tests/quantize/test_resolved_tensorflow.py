@@ -139,3 +139,15 @@ def test_a_tie_that_moves_a_relu_s_zero_point(tmp_path):
     x = case.rounded("x", X, "c")
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     assert is_near(actual, np.concatenate([np.maximum(conv_nhwc(padded, case.rounded("w", W, "c"), B), 0), x], 3), step)
+
+
+def test_layers_before_a_float_concat_have_float_weights(tmp_path):
+    """A Concat of ranges that differ by 1,000 times stays float, and so do the convolutions before it."""
+
+    def build(tf, x):
+        branches = [tf.nn.bias_add(tf.nn.conv2d(x, W * factor, 1, "VALID"), B * factor) for factor in (1, 1e-3)]
+        tf.identity(tf.concat(branches, -1), name="y")
+
+    case = Case(tmp_path, build)
+    assert not any(pair.site.parameter for pair in case.result.inserted)
+    assert case.receipt.agrees
