@@ -12,8 +12,8 @@ from graphquant.ir import (
     CONVOLUTION_KINDS,
     DATA_MOVEMENT_KINDS,
     WEIGHTED_KINDS,
-    Graph,
     Model,
+    Op,
     Parameters,
     TensorRef,
     Use,
@@ -170,20 +170,24 @@ def skip_uneven_concats(state: SolverState) -> None:
             state.ranges.pop(skipped, None)
 
 
+def _layer_of(state: SolverState, tensor: TensorRef) -> Op:
+    """Return the op that computes a tensor, before a bias or limit, which are part of it."""
+    graph = state.model.graphs[tensor.graph]
+
+    def fused_source(output: TensorRef) -> TensorRef | None:
+        is_fused = graph.op(output.op).kind in {*RELU_LIMITS, "clip", "bias_add"}
+        return graph.slots(output.op)[0] if is_fused else None
+
+    return state.model.op(follow_to_end(tensor, fused_source))
+
+
 def _weights_behind(state: SolverState, indices: Sequence[int]) -> list[int]:
-    """Return the sites of the weights of layers whose outputs are these sites, behind a bias or a limit."""
+    """Return the sites of the weights of layers whose outputs are these sites."""
     weights = []
     for tensor in (state.sites[index].tensor for index in indices):
-        graph = state.model.graphs[tensor.graph]
-
-        def fused_source(output: TensorRef, graph: Graph = graph) -> TensorRef | None:
-            is_fused = graph.op(output.op).kind in {*RELU_LIMITS, "clip", "bias_add"}
-            return graph.slots(output.op)[0] if is_fused else None
-
-        layer = follow_to_end(tensor, fused_source).op
-        uses = [Use(graph.name, layer, slot) for slot in range(len(graph.slots(layer)))]
-        for use in uses if graph.op(layer).kind in WEIGHTED_KINDS else ():
-            index = state.index_by_use.get(use)
+        layer = _layer_of(state, tensor)
+        for slot in range(len(layer.roles)) if layer.kind in WEIGHTED_KINDS else ():
+            index = state.index_by_use.get(use := Use(tensor.graph, layer.name, slot))
             if index is not None and state.sites[index].parameter:
                 weights.append(index if len(state.sites[index].uses) == 1 else state.split_use(index, use))
     return weights
@@ -191,12 +195,10 @@ def _weights_behind(state: SolverState, indices: Sequence[int]) -> list[int]:
 
 def _needs_quantized_output(state: SolverState, tensor: TensorRef) -> bool:
     """Return True if the targets run the weighted op of `tensor` on integers only with a quantized output."""
-    targets, graph, op = state.plan.targets, state.model.graphs[tensor.graph], state.model.op(tensor)
+    targets = state.plan.targets
     if not targets or FLOAT_RESULT_TARGETS.issuperset(targets):
         return False
-    source = graph.slots(op.name)[0] if op.kind in {*RELU_LIMITS, "clip"} else None  # part of the op before it
-    kind = op.kind if source is None else state.model.op(source).kind
-    return kind in (CONVOLUTION_KINDS if state.plan.for_onnxruntime else WEIGHTED_KINDS)
+    return _layer_of(state, tensor).kind in (CONVOLUTION_KINDS if state.plan.for_onnxruntime else WEIGHTED_KINDS)
 
 
 def _feeds_product(state: SolverState, tensor: TensorRef) -> bool:
