@@ -370,6 +370,8 @@ def _add_layout_barriers(model: Model) -> None:
             data, shape = graph.source_of(Use(graph.name, op.name, 0)), op.outputs[0].shape or ()
             if data is None or model.op(data).kind != "dequantize" or not model.op(data).rule:
                 continue
+            if len(graph.output(data).shape or ()) != len(shape):  # the mean has no axes of size 1
+                continue
             readers = {use.op for use in graph.consumers(TensorRef(graph.name, op.name))}
             subtractions = {name for name in readers if graph.op(name).kind == "sub" and data in graph.slots(name)}
             if subtractions and len(shape) > 1 and shape[1] not in {None, 1} and {*shape[2:]} <= {1}:  # by channel
