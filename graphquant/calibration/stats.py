@@ -139,7 +139,7 @@ class StoredSketches(Mapping[TensorRef, Sketch]):
     def __init__(self, sketches: Mapping[TensorRef, Sketch]) -> None:
         """Write `sketches`. Raises an OSError if there is no room for them."""
         self._positions, self._lock = dict[TensorRef, int](), Lock()
-        self._chunk_position, self._chunk = -1, dict[TensorRef, Sketch]()
+        self._chunk = -1, dict[TensorRef, Sketch]()  # its position and content, assigned at once in case of Ctrl-C
         self._file = TemporaryFile()  # noqa: SIM115  # closed with this object
         finalize(self, self._file.close)
         items = iter(sketches.items())
@@ -151,11 +151,10 @@ class StoredSketches(Mapping[TensorRef, Sketch]):
     def __getitem__(self, tensor: TensorRef) -> Sketch:
         with self._lock:
             position = self._positions[tensor]
-            if self._chunk_position != position:
-                self._chunk_position = -1  # an interrupted read leaves no chunk
+            if self._chunk[0] != position:
                 self._file.seek(position)
-                self._chunk, self._chunk_position = pickle.load(self._file), position  # noqa: S301  # its own file
-            return self._chunk[tensor]
+                self._chunk = position, pickle.load(self._file)  # noqa: S301  # no other process has the file
+            return self._chunk[1][tensor]
 
     def __iter__(self) -> Iterator[TensorRef]:
         return iter(self._positions)
