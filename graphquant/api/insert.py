@@ -46,6 +46,7 @@ from graphquant.quantize.integer_io import (
     with_int8_cache,
     with_integer_io,
 )
+from graphquant.quantize.requantize import REQUANTIZE_STEP
 from graphquant.utils.options import InsertOptions, resolve_options, takes_options
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def insert(
     emission = getattr(formats.find_shared_runner(result.model), "serialized", None)
     result = replace(result, serialized_emission=emission)
     formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
-    return _measure_time(result, inputs.data)
+    return _measure_time(result, inputs)
 
 
 def _check_options(settings: InsertOptions) -> Objective:
@@ -319,13 +320,15 @@ def _judge_execution(result: Result) -> Result:
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)
 
 
-def _measure_time(result: Result, data: CalibrationData) -> Result:
+def _measure_time(result: Result, inputs: InsertInputs) -> Result:
     """Return the result with its time relative to the user's float model, as onnxruntime runs both on this machine."""
+    is_requantized = REQUANTIZE_STEP in {step.step for step in result.plan.steps}  # then the source is no float model
     ratio = None if result.search is None else result.search.outcome_ratio
     is_timed = ratio is None and result.validation is not None and result.plan.for_onnxruntime
     if is_timed and result.model.format == "onnx" and model_constant_bytes(result.source) <= MAX_TIMED_BYTES:
         with suppress(ModelError, DataError, OSError):  # the report does without it
-            ratio = time_beside_float(result.source, result.model, data.dataset)
+            float_model = inputs.prepared if is_requantized else result.source
+            ratio = time_beside_float(float_model, result.model, inputs.data.dataset)
     return replace(result, time_ratio=ratio)
 
 

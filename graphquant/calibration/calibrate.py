@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -303,7 +303,8 @@ def collect_stats(
     new_run = replace(data_run, data_digest=digest, block_ranges=new_ranges)
     combined = combine_stats([stats, replace(stats, sketches=reached_sketches, runs=(new_run,))])
     if len(combined.sketches) > MAX_SKETCHES_IN_MEMORY:
-        combined = replace(combined, sketches=StoredSketches(combined.sketches))
+        with suppress(OSError):  # no room for the file: they stay in memory, because calibration may have taken hours
+            combined = replace(combined, sketches=StoredSketches(combined.sketches))
     return combined
 
 

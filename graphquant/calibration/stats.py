@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import zipfile
 import zlib
-from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -134,26 +133,37 @@ class Stats(HtmlRepresentation):
             raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
 
-class StoredSketches(UserDict[TensorRef, Any]):
-    """Sketches in a temporary file, which are read when they are needed, 250 at a time."""
+class StoredSketches(Mapping[TensorRef, Sketch]):
+    """Sketches in a temporary file, which are read when they are needed, 250 at a time. A copy has its own file."""
 
     def __init__(self, sketches: Mapping[TensorRef, Sketch]) -> None:
-        """Write `sketches`."""
-        super().__init__()
+        """Write `sketches`. Raises an OSError if there is no room for them."""
+        self._positions, self._lock = dict[TensorRef, int](), Lock()
+        self._chunk = -1, dict[TensorRef, Sketch]()  # its position and content, assigned at once in case of Ctrl-C
         self._file = TemporaryFile()  # noqa: SIM115  # closed with this object
-        self._chunk_start, self._chunk, self._lock = -1, dict[TensorRef, Sketch](), Lock()
         finalize(self, self._file.close)
         items = iter(sketches.items())
         while chunk := dict(islice(items, 250)):
-            self.data |= dict.fromkeys(chunk, self._file.tell())
+            self._positions |= dict.fromkeys(chunk, self._file.tell())
             pickle.dump(chunk, self._file)
+        self._file.flush()  # raises what a later read would raise
 
     def __getitem__(self, tensor: TensorRef) -> Sketch:
         with self._lock:
-            if self._chunk_start != self.data[tensor]:
-                self._chunk_start = self._file.seek(self.data[tensor])
-                self._chunk = pickle.load(self._file)  # noqa: S301  # no other process has the file
-            return self._chunk[tensor]
+            position = self._positions[tensor]
+            if self._chunk[0] != position:
+                self._file.seek(position)
+                self._chunk = position, pickle.load(self._file)  # noqa: S301  # no other process has the file
+            return self._chunk[1][tensor]
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredSketches, (dict(self),)
 
 
 def combine_stats(all_stats: Sequence[Stats]) -> Stats:

@@ -370,9 +370,10 @@ def _add_layout_barriers(model: Model) -> None:
             data, shape = graph.source_of(Use(graph.name, op.name, 0)), op.outputs[0].shape or ()
             if data is None or model.op(data).kind != "dequantize" or not model.op(data).rule:
                 continue
+            rank = len(graph.output(data).shape or ())  # that of the mean is smaller without axes of size 1
             readers = {use.op for use in graph.consumers(TensorRef(graph.name, op.name))}
             subtractions = {name for name in readers if graph.op(name).kind == "sub" and data in graph.slots(name)}
-            if subtractions and len(shape) > 1 and shape[1] not in {None, 1} and {*shape[2:]} <= {1}:  # by channel
+            if subtractions and rank == len(shape) > 1 and shape[1] not in {None, 1} and {*shape[2:]} <= {1}:
                 uses = [use for use in graph.consumers(data) if use.op in {op.name, *subtractions}]
                 rule, name, zeros = model.op(data).rule, f"{op.name}/barrier/shape", np.zeros(len(shape), np.int64)
                 sizes = add_constant(graph, name, zeros, op_type="Constant", rule=rule)

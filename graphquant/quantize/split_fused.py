@@ -58,7 +58,7 @@ FUSED_ATTRIBUTES: Final = frozenset({"activation", "activation_params", *GEMM_PA
 FUSED_MATMUL_ATTRIBUTES: Final = frozenset({"alpha", *TRANSPOSING, "transBatchA", "transBatchB"})
 SUMMAND_SLOT: Final = 3  # input of a FusedConv that is added before the activation
 INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
-BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max and Min are broadcast
+BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max, Min and Sum are broadcast
 RMS_NORM_OPSET: Final = 23  # from this opset RMSNormalization is a standard op
 REWRITTEN_NORM: Final = FusedForm("LayerNormalization", 32, FamilyArguments())
 """What a runtime must compute faster than fused ops for `rewrite_norms`."""
@@ -243,7 +243,7 @@ def rewrite_norms(model: Model) -> Iterator[Step]:
     A Sum before a LayerNormalization has the values of an Add, which ONNX Runtime would join to the norm. A bias in an
     op of its own joins the product before it.
     """
-    if not model.traits.named_values:
+    if not model.traits.named_values or model.opset < BROADCASTING_OPSET:
         return
     parameters = Parameters(model)
     norms = [bound for bound in find_bindings(model, RMS_NORM) if _is_rms_norm(model, bound, parameters)]
@@ -286,6 +286,7 @@ def _is_rms_norm(model: Model, bound: dict[str, TensorRef], parameters: Paramete
         and epsilon is not None
         and epsilon.size == 1
         and parameters.shape(bound["g"]) == shape[-1:]
+        and len(parameters.shape(bound["y"]) or ()) == len(shape)  # a constant of more axes would add some
         and all(bound[read] in slots[reader] for reader, read in reads)
         and len(end.consumers(bound["n"])) == 1
     )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+import graphquant as gq
 from graphquant.calibration.stats import (
     DataRun,
     Stats,
@@ -184,3 +191,19 @@ def test_stored_sketches() -> None:
         assert stored[reference] == sketches[reference]
     assert dict(stored) == sketches
     assert stored.get(TensorRef("", "t1", 0)) is None
+    copies = [copy.copy(stored), copy.deepcopy(stored), pickle.loads(pickle.dumps(stored))]  # noqa: S301
+    del stored
+    gc.collect()
+    assert [dict(each) for each in copies] == [sketches] * 3
+
+
+def test_no_room_for_sketches(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are the same if sketches are in a file, or if there is no room for a file."""
+    arguments: dict[str, Any] = {"data": str(samples / "digits_cnn_calib.npz"), "samples": 8}
+    expected = gq.calibrate(samples / "digits_cnn.onnx", **arguments)
+    monkeypatch.setattr("graphquant.calibration.calibrate.MAX_SKETCHES_IN_MEMORY", 2)
+    stored = gq.calibrate(samples / "digits_cnn.onnx", **arguments)
+    monkeypatch.setattr("graphquant.calibration.stats.TemporaryFile", Mock(side_effect=FileNotFoundError))
+    unstored = gq.calibrate(samples / "digits_cnn.onnx", **arguments)
+    assert [type(each.sketches) for each in (expected, stored, unstored)] == [dict, StoredSketches, dict]
+    assert dict(expected.sketches) == dict(stored.sketches) == dict(unstored.sketches)

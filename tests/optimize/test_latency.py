@@ -420,6 +420,14 @@ def test_the_report_times_the_source(samples: Path, monkeypatch: pytest.MonkeyPa
     assert result.time_ratio.median == 1.2
 
 
+def test_the_report_does_not_time_a_quantized_source(samples: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """A result of `requantize` is compared with the float model that it was made of."""
+    timed, data = spy_times(monkeypatch, 0.5, 0.5), str(samples / "digits_cnn_calib.npz")
+    path = gq.insert(samples / "digits_cnn.onnx", data=data, samples=20).save(tmp_path / "quantized.onnx")
+    gq.insert(path, data=data, samples=20, requantize=True)
+    assert not {op.kind for _, op in timed[1][0].reachable_ops()} & {"quantize", "dequantize"}
+
+
 @pytest.mark.parametrize(
     ("medians", "expected"),
     [([0.6], 0.6), ([1.2, 0.97, 0.99], 0.99), ([2.0], 2.0), ([1.1, 1.12], 1.12), ([1.02, 1.0], 1.0)],

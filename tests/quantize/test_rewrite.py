@@ -511,6 +511,14 @@ def test_a_barrier_before_a_difference_from_a_mean_of_each_channel(tmp_path, axe
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
+def test_no_barrier_before_a_mean_without_the_axes_that_it_reduces(tmp_path):
+    """A mean of other axes may look like one of each channel: a Reshape by its axes would lose one of the tensor."""
+    text = "m = ReduceMean<axes = [3], keepdims = 0>(x)\n d = Sub(x, m)\n y = Mul(d, x)"
+    model = load_onnx(tmp_path, f"g (float[3,3,1,4] x) => (float[3,3,3,4] y) {{ {text} }}")
+    rewritten, _ = rewrite(model, make_plan(site_for_uses("x", ("m", 0), ("d", 0), ("y", 1))), {0: scale(0.02)})
+    assert not [op for op in rewritten.main.ops() if op.type == "Reshape"]
+
+
 def test_one_barrier_for_all_readers_of_a_pair(tmp_path):
     """Float ops that read one dequantized tensor share a barrier, and other ops read the tensor itself."""
     text = "g (float[1,3,4,4] x) => (float y, float z) { y = Conv(x, w)\n z = Conv(x, w) }"

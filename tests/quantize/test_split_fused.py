@@ -46,6 +46,7 @@ NORM_WEIGHTS = {
     "one": np.ones((), np.float32),
     "eps": np.array(1e-5, np.float32),
     "eps6": np.full(6, 1e-5, np.float32),
+    "eps4d": np.full((1, 1, 1, 1), 1e-5, np.float32),
     "column": np.ones((4, 1), np.float32),
     "last": np.array([-1]),
     "middle": np.array([1]),
@@ -86,6 +87,7 @@ def test_norms_and_biases(tmp_path, body, types):
 
 ROOT = "m = ReduceMean(s, last) a = Add(m, eps) q = Sqrt(a)"
 MUL = "y = Mul(n, g) z = Neg(r)"
+SUM_OF_SIZES = "h = Shape(d) f = Cast<to = 1>(h) t = ReduceSum<keepdims = 0>(f) y = Mul(x, t) z = Neg(r)"
 
 
 @pytest.mark.parametrize("square", ["s = Mul(x, x)", "s = Pow(x, two)"])
@@ -126,12 +128,20 @@ def test_norms_in_a_branch(tmp_path):
         f"s = Mul(x, x) {ROOT} f = Transpose<perm = [0, 1, 2]>(x) n = Div(f, q) {MUL}",
         f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("eps", "eps6"),
         f"s = Mul(x, x) {ROOT} n = Div(x, q) {MUL}".replace("(n, g)", "(n, column)"),
+        f"s = Mul(x, x) {ROOT} n = Div(x, q) d = Mul(n, g) {SUM_OF_SIZES}".replace("eps", "eps4d"),
         f"s = Mul(x, x) {ROOT} n = Div(x, q) y = Mul(n, g) z = Neg(n)",  # another reader
     ],
 )
 def test_parts_that_are_no_norm(tmp_path, body):
-    """Other ops with the same types stay."""
+    """Other ops with the same types stay, and so does a norm whose result has more axes than x."""
     assert rewrite_norms(tmp_path, body)[1] == ()
+
+
+def test_sums_without_broadcasting(tmp_path):
+    """Before opset 8 the inputs of a Sum have the same shape."""
+    body = "f = Squeeze<axes = [0]>(r) a = Add(x, f) y = LayerNormalization<axis = -1>(a, g, o) z = Neg(a)"
+    model = load_fused(tmp_path, f"{ROWS_OF_NORMS.replace('[n, 4, 6] r', '[1, 4, 6] r')} {{ {body} }}", 7, NORM_WEIGHTS)
+    assert prepare(model, ("rewrite-norms",))[1] == ()
 
 
 def test_rewritten_norms_in_a_result(tmp_path):

@@ -208,6 +208,13 @@ CASES = [
     ),
     # a filter of magnitudes under a logarithm
     (ROWS, "f = MatMul(t, m) e = Add(f, half) y = Log(e)", "", ""),
+    # a logarithm of an exponential is none
+    (
+        IMAGE,
+        "c = Conv(x, w) e = Exp(c) a = Add(e, half) y = Log(a) z = Conv(y, w3)",
+        "c>e w3>z w>c x>c y>z z>@z",
+        "c z",
+    ),
     (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
     # masks of attention: the sum with one stays float, and so do the scores before it
     (
