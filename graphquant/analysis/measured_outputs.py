@@ -308,8 +308,9 @@ class OutputMeter:
     def __init__(self, source: Model, samples: Iterable[Feeds], target_sqnr: float) -> None:
         """Run the float model on the samples, fewer if the outputs are large."""
         self._target_sqnr = target_sqnr
-        self._runner = with_selections(create_runner(source))
-        feeds = list(samples)
+        runner = create_runner(source)
+        runner.start_sequence()  # it is shared, and a model with state has that of other samples
+        self._runner, feeds = with_selections(runner), list(samples)
         self._expected = [self._runner.run(feeds[0])]
         size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
         self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_KEPT_SAMPLES)]

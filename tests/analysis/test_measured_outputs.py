@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
 
 import graphquant as gq
-from graphquant.analysis.measured_outputs import compared_outputs, with_selections
-from graphquant.formats import create_runner
+from graphquant.analysis.measured_outputs import OutputMeter, compared_outputs, with_selections
+from graphquant.formats import create_runner, shared_runner, shared_runners
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,3 +202,21 @@ def test_detector_in_function(tmp_path: Path) -> None:
     figures = result.validation.comparison.outputs
     assert len(figures) == 2
     assert all(output.name.endswith("before NonMaxSuppressionV3") and output.sqnr > 20 for output in figures)
+
+
+@pytest.mark.slow
+def test_the_meter_starts_with_the_initial_state(tmp_path: Path) -> None:
+    """The runner of the float model is shared, and earlier samples have changed the state of the model."""
+    tf = pytest.importorskip("tensorflow")
+    module = tf.Module()
+    module.total = tf.Variable(0.0)
+
+    def accumulate(x: Any) -> Any:
+        return {"y": module.total.assign_add(x)}
+
+    module.serve = tf.function(accumulate, input_signature=[tf.TensorSpec([], tf.float32, name="x")], autograph=False)
+    tf.saved_model.save(module, tmp_path / "net", signatures={"serving_default": module.serve})
+    model, feeds = gq.load(tmp_path / "net"), [{"serving_default_x": np.float32(value)} for value in (1, 2, 3)]
+    with shared_runners():
+        shared_runner(model, "source").run(feeds[0])
+        assert OutputMeter(model, feeds, 20).worst_sqnr(model) == math.inf
