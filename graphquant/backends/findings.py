@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from graphquant.errors import ModelError
 from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, OpKey, qualified_op_name
@@ -73,9 +73,27 @@ class Verdict:
         return qualified_op_name(self.graph, self.op)
 
 
-def make_verdict(graph: Graph, op: Op, status: RunStatus, runs_as: str, **fields: Any) -> Verdict:
-    """Return the verdict on an op of a graph, with further `fields`."""
-    return Verdict(graph=graph.name, op=op.name, type=op.type, status=status, runs_as=runs_as, **fields)
+def make_verdict(
+    graph: Graph,
+    op: Op,
+    status: RunStatus,
+    runs_as: str,
+    *,
+    broken_rule: BrokenRule | None = None,
+    note: str = "",
+    fault: str = "",
+) -> Verdict:
+    """Return the verdict on an op of a graph."""
+    return Verdict(
+        graph=graph.name,
+        op=op.name,
+        type=op.type,
+        status=status,
+        runs_as=runs_as,
+        broken_rule=broken_rule,
+        note=note,
+        fault=fault,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

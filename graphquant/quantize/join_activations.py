@@ -13,8 +13,8 @@ import numpy as np
 
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
+from graphquant.quantize.preparation_undo import OpEdits
 from graphquant.quantize.saturation import EVALUATED_KINDS, evaluate_op, gelu, gelu_by_tanh, hard_swish, silu
-from graphquant.quantize.split_fused import OpEdits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

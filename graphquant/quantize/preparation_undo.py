@@ -11,15 +11,18 @@ import base64
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict
 
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, qualified_op_name
+from graphquant.qdq.family import new_constant, new_op
+from graphquant.quantize.source_record import node_notes
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -124,6 +127,41 @@ class RecordedEdits:
         """Return the step that changed `op`, with the record of all edits so far."""
         undo |= {"removed": self._removed, "rewired": self._rewired, "added": self._added}
         return Step(step=step, target=qualified_op_name(graph.name, op.name), detail=detail, undo=undo)
+
+
+class OpEdits(RecordedEdits):
+    """Edits of one op and of those that a preparation step inserts around it."""
+
+    def __init__(self, step: str, model: Model, graph: Graph, op: Op) -> None:
+        """Edit `model` in place."""
+        super().__init__(model)
+        self.step, self.graph, self.op = step, graph, op
+        self.types: list[str] = []  # those of the inserted ops
+
+    def insert(self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any) -> TensorRef:
+        """Insert an op whose output has the type of that of the edited op; all its inputs have the role "input"."""
+        (output, *_), roles = self.op.outputs, ("input",) * len(terms)
+        self.types.append(op_type)
+        fields = {"kind": kind, "type": op_type, "roles": roles, "rule": self.step, "shape": output.shape, **fields}
+        return self.add(self.graph, new_op(self.graph, f"{self.op.name}/{name}", output.dtype, **fields), [*terms])
+
+    def insert_constant(self, name: str, value: float) -> TensorRef:
+        """Insert a scalar of the same type."""
+        array = np.array(value, self.op.outputs[0].dtype or "float32")
+        op = new_constant(self.graph, f"{self.op.name}/{name}", array, op_type="Const", rule=self.step)
+        return self.add(self.graph, op)
+
+    def turn(
+        self, kind: str, op_type: str, inputs: Sequence[TensorRef | None], detail: str = "", **fields: Any
+    ) -> Step:
+        """Give the op this kind, type, inputs and fields, and remove what nothing reads any more."""
+        graph, op, old = self.graph, self.op, [*self.graph.slots(self.op.name)]
+        self.replace(graph, replace(op, kind=kind, type=op_type, source=None, notes=node_notes(op), **fields))
+        for slot, (before, tensor) in enumerate(zip_longest(old, inputs)):
+            if before != tensor:
+                self.connect(Use(graph.name, op.name, slot), tensor)
+        remove_unread_ops(self._model, [tensor for tensor in old if tensor is not None], edits=self)
+        return self.to_step(self.step, graph, op, detail or f"is a {op_type}")
 
 
 def encode_source_node(op: Op, *, without_data: bool = False) -> str | None:

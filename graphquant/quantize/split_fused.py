@@ -12,9 +12,8 @@ ops of a root mean square norm take three times as long as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
 from numbers import Real
 from typing import Any, Final
 
@@ -31,10 +30,9 @@ from graphquant.ir import (
     TensorRef,
     Use,
 )
-from graphquant.qdq.family import FamilyArguments, FusedForm, new_constant, new_op
+from graphquant.qdq.family import FamilyArguments, FusedForm
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
-from graphquant.quantize.preparation_undo import Candidate, RecordedEdits, Step, remove_unread_ops
-from graphquant.quantize.source_record import node_notes
+from graphquant.quantize.preparation_undo import Candidate, OpEdits, Step
 from graphquant.rules.conditions import find_bindings
 from graphquant.rules.pattern_syntax import parse_pattern
 
@@ -61,48 +59,13 @@ INPUT_LIMITS_OPSET: Final = 11  # from this opset the limits of Clip are inputs
 BROADCASTING_OPSET: Final = 8  # from this opset the inputs of Max, Min and Sum are broadcast
 RMS_NORM_OPSET: Final = 23  # from this opset RMSNormalization is a standard op
 REWRITTEN_NORM: Final = FusedForm("LayerNormalization", 32, FamilyArguments())
-"""What a runtime must compute faster than fused ops for `rewrite_norms`."""
+"""The form of a norm for which a runtime is asked whether `rewrite_norms` saves it time."""
 
 RMS_NORM: Final = parse_pattern(
     ("s = square(x)", "v = reduce_mean(s)", "a = add(v, e)", "n = divide_by_sqrt(x, a)", "y = mul(n, g)")
 )
 BIASED_GELUS: Final = {"BiasGelu": ("gelu", "Gelu"), "FastGelu": ("other", "FastGelu")}
 """Kind and type of the ops of com.microsoft that remain of an activation whose second input is a bias."""
-
-
-class OpEdits(RecordedEdits):
-    """Edits of one op and of those that a preparation step inserts around it."""
-
-    def __init__(self, step: str, model: Model, graph: Graph, op: Op) -> None:
-        """Edit `model` in place."""
-        super().__init__(model)
-        self.step, self.model, self.graph, self.op = step, model, graph, op
-        self.types: list[str] = []  # those of the inserted ops
-
-    def insert(self, name: str, kind: str, op_type: str, terms: Sequence[TensorRef | None], **fields: Any) -> TensorRef:
-        """Insert an op whose output has the type of that of the edited op; all its inputs have the role "input"."""
-        (output, *_), roles = self.op.outputs, ("input",) * len(terms)
-        self.types.append(op_type)
-        fields = {"kind": kind, "type": op_type, "roles": roles, "rule": self.step, "shape": output.shape, **fields}
-        return self.add(self.graph, new_op(self.graph, f"{self.op.name}/{name}", output.dtype, **fields), [*terms])
-
-    def insert_constant(self, name: str, value: float) -> TensorRef:
-        """Insert a scalar of the same type."""
-        array = np.array(value, self.op.outputs[0].dtype or "float32")
-        op = new_constant(self.graph, f"{self.op.name}/{name}", array, op_type="Const", rule=self.step)
-        return self.add(self.graph, op)
-
-    def turn(
-        self, kind: str, op_type: str, inputs: Sequence[TensorRef | None], detail: str = "", **fields: Any
-    ) -> Step:
-        """Give the op this kind, type, inputs and fields, and remove what nothing reads any more."""
-        graph, op, old = self.graph, self.op, [*self.graph.slots(self.op.name)]
-        self.replace(graph, replace(op, kind=kind, type=op_type, source=None, notes=node_notes(op), **fields))
-        for slot, (before, tensor) in enumerate(zip_longest(old, inputs)):
-            if before != tensor:
-                self.connect(Use(graph.name, op.name, slot), tensor)
-        remove_unread_ops(self.model, [tensor for tensor in old if tensor is not None], edits=self)
-        return self.to_step(self.step, graph, op, detail or f"is a {op_type}")
 
 
 def split_fused_ops(model: Model) -> Iterator[Step]:
@@ -198,7 +161,7 @@ class _Split(OpEdits):
         attrs, limits = dict(zip(names, _activation_values(self.op), strict=True)), list[TensorRef]()
         if activation == "Clip" and tuple(attrs.values()) == RELU6_BOUNDS:
             kind = "relu6"
-        if activation == "Clip" and self.model.opset >= INPUT_LIMITS_OPSET:
+        if activation == "Clip" and self._model.opset >= INPUT_LIMITS_OPSET:
             limits, attrs = [self.insert_constant(name, value) for name, value in attrs.items()], {}
         roles = ("input", *names[: len(limits)])
         return self.insert("activation", kind, activation, [tensor, *limits], attrs=attrs, roles=roles)
@@ -262,7 +225,7 @@ def rewrite_norms(model: Model) -> Iterator[Step]:
         inputs = [*graph.slots(op.name), None, None, None]
         if is_fused and op.type == "SkipLayerNormalization":
             if not graph.consumers_by_port(op.name).keys() & {1, 2}:  # mean and deviation
-                yield _split_skip(edits, inputs)
+                yield _split_skip(model, edits, inputs)
         elif is_fused and op.type in BIASED_GELUS and inputs[1] is not None:
             kind, op_type = BIASED_GELUS[op.type]
             yield edits.turn(kind, op_type, [edits.insert("biased", "add", "Add", inputs[:2])], roles=("input",))
@@ -304,11 +267,11 @@ def _is_before_norm(graph: Graph, add: Op, parameters: Parameters) -> bool:
     return not any(parameters.is_parameter(tensor) for tensor in graph.slots(add.name) if tensor is not None)
 
 
-def _split_skip(edits: OpEdits, inputs: list[TensorRef | None]) -> Step:
+def _split_skip(model: Model, edits: OpEdits, inputs: list[TensorRef | None]) -> Step:
     """Add the bias, to a product if there is one, and the other summand, before a LayerNormalization."""
     graph, op, terms, (scale, offset, bias) = edits.graph, edits.op, inputs[:2], inputs[2:5]
     if bias is not None:
-        kinds = [edits.model.op(term).kind if term else "" for term in terms]
+        kinds = [model.op(term).kind if term else "" for term in terms]
         slot = next((slot for slot, kind in enumerate(kinds) if kind in MATRIX_PRODUCT_KINDS), 0)
         terms[slot] = edits.insert("biased", "add", "Add", [terms[slot], bias])
     total = edits.insert("sum", "add", "Sum", terms, **({"outputs": op.outputs[3:]} if op.outputs[3:] else {}))
