@@ -8,7 +8,9 @@ checked on the optimized model, where Q/DQ pairs have moved already and pairs wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from graphquant.backends.findings import (
@@ -92,7 +94,12 @@ def ask_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
 
     parameters, verdicts = Parameters(model), dict[OpKey, Verdict]()
     for optimized in _explain_rejection(partial(optimize_model, model, int8_activations=int8)):
-        verdicts |= _RuntimeJudge(model, optimized, parameters).verdicts()
+        known = _RuntimeJudge(model, optimized, parameters).verdicts()
+        verdicts |= known
+        pairs = (zip(copies, ops, strict=True) for copies, ops in optimized.copies)
+        for (graph, name), key in chain.from_iterable(pairs):
+            if key in known:
+                verdicts[graph, name] = replace(known[key], graph=graph, op=name)
         # Graphs refer to each other, so that only a garbage collection, which is paused, would free them.
         optimized.model.graphs.clear()
     keys = ((graph.name, op.name) for graph, op in model.reachable_ops())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import count, islice
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory, mkdtemp
@@ -43,17 +44,20 @@ from graphquant.formats.onnx.observe import Probe, WatchMode, outputs_to_fetch, 
 from graphquant.formats.onnx.reader import load, model_from_message
 from graphquant.formats.onnx.runtime import FATAL_LOG_LEVEL, RELEASE, RUNTIME_ERRORS, open_inference_session
 from graphquant.formats.onnx.split_session import (
+    NODE_NUMBER,
     SessionPart,
     SplitSession,
     copy_header,
     count_pairs,
     create_split_session,
+    describe_integer_part,
     has_local_values,
     merge_graphs,
     read_names,
 )
 from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
 from graphquant.ir import Model, TensorRef, Use, qualified_op_name
+from graphquant.ir.op_matching import is_barrier
 from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.quantize.integer_io import convert_boundary, integer_tensors
 
@@ -632,20 +636,60 @@ class _NumberedModel:
         starts = [0, *(self._lookup.number_after(part.last_node) for part in parts)]
         # ONNX Runtime changes the ops of a part for those of its neighbors at most.
         is_local = len(self._model.graphs) == 1 and 0 not in starts[1:] and has_local_values(self._header, parts)
+        ops = [self._lookup.numbered[start:stop] for start, stop in pairwise((*starts[:-1], None))]
         count, size = len(parts), PARTS_PER_OPTIMIZED_MODEL if is_local else len(parts)
+        equal_parts = {number: [number] for number in range(count)}
+        if is_local:
+            equal_parts = self._find_equal_parts([part.inputs for part in parts], starts, ops)
         del parts
-        for start in reversed(range(0, count, size)):
-            stop = min(start + size, count)
-            first, last = max(start - 1, 0), min(stop + 1, count)
-            messages = (ModelProto.FromString(_part_path(self._path, n).read_bytes()) for n in range(first, last))
-            merged = merge_graphs(self._header, messages)
+        for group in reversed(list(_consecutive(equal_parts, size))):
+            first, last = max(group[0] - 1, 0), min(group[-1] + 2, count)
+            merged = merge_graphs(self._header, map(self._read_part, range(first, last)))
             optimized = model_from_message(merged, digest=self._model.digest, folder=self.folder, lift=False)
             traced = _trace_optimized(self._model, optimized, self._lookup)
-            ops = self._lookup.numbered
-            if size < count:
-                inner, nearby = ops[starts[start] : starts[stop]], ops[starts[first] : starts[last]]
-                traced = traced._replace(ops=inner, nearby_ops=nearby)
+            if len(group) < count:
+                inner, nearby = chain(*(ops[number] for number in group)), chain(*ops[first:last])
+                copies = [(ops[copy], ops[number]) for number in group for copy in equal_parts[number][1:]]
+                traced = traced._replace(ops=list(inner), nearby_ops=list(nearby), copies=copies)
             yield traced
+
+    def _read_part(self, number: int) -> Any:
+        return ModelProto.FromString(_part_path(self._path, number).read_bytes())
+
+    def _find_equal_parts(
+        self, inputs: Sequence[Sequence[str]], starts: Sequence[int], ops: Sequence[Sequence[OpKey]]
+    ) -> dict[int, list[int]]:
+        """Return groups of parts that are equal after optimizations, except for names and stored values, by the first.
+
+        The neighbors of each part are equal, too. There are the inputs of each part, the number of its first op, and
+        its ops.
+        """
+        digests: list[object] = [None]
+        last_values: dict[str, int] = {}
+        for number, names in enumerate(inputs):
+            values: dict[str, int] = {}
+            rows = describe_integer_part(self._read_part(number), starts[number], values)
+            if rows:
+                rows.append(self._lookup.describe_ops(ops[number], values))
+                rows.append(sorted((last_values.get(name, -1), values.get(name, -1)) for name in names))
+            digests.append(hashlib.sha256(repr(rows).encode()).digest() if rows else number)
+            last_values = values
+        digests.append(None)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number in range(len(inputs)):
+            groups.setdefault(tuple(digests[number : number + 3]), []).append(number)
+        return {group[0]: group for group in groups.values()}
+
+
+def _consecutive(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
+    """Yield runs of up to `size` consecutive numbers."""
+    run: list[int] = []
+    for number in numbers:
+        if run and (number > run[-1] + 1 or len(run) == size):
+            yield run
+            run = []
+        run.append(number)
+    yield run
 
 
 def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool) -> tuple[_NumberedModel, Any]:
@@ -682,6 +726,8 @@ class OptimizedModel(NamedTuple):
     # Consecutive ops of the given model that it runs, and these with their neighbors; None for all ops.
     ops: Sequence[OpKey] | None = None
     nearby_ops: Sequence[OpKey] | None = None
+    # Further ops, and for each of them the one of `ops` that is optimized in the same way.
+    copies: Sequence[tuple[Sequence[OpKey], Sequence[OpKey]]] = ()
 
 
 def optimize_model(model: Model, *, int8_activations: bool = False) -> Iterator[OptimizedModel]:
@@ -750,9 +796,6 @@ MIN_PROFILED_RUNS = 5
 
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 """Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
-
-NODE_NUMBER = re.compile("@([0-9]{1,9})@")
-"""Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""
 
 STATUS_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
 """Status code at the start of an error of onnxruntime."""
@@ -843,6 +886,28 @@ class _OpLookup:
             name: {value: TensorRef(name, op, port) for value, op, port in self._values(name)}
             for name in self._model.graphs
         }
+
+    def describe_ops(self, ops: Sequence[OpKey], values: dict[str, int]) -> list[tuple[Any, ...]]:
+        """Return kinds, types and inputs of ops of the main graph and of the constants that they read, without names.
+
+        `values` has a number for each name of a value, and grows.
+        """
+        graph, rows = self._model.main, list[tuple[Any, ...]]()
+        pending = dict.fromkeys(name for _, name in ops)
+        names = list(pending)
+        for name in names:  # grows
+            op, sources = graph.op(name), [tensor for tensor in graph.slots(name) if tensor is not None]
+            stored = (tensor.op for tensor in sources if graph.op(tensor.op).kind in {"constant", "dequantize"})
+            names += [source for source in stored if source not in pending and not pending.setdefault(source)]
+            outputs = [TensorRef("", name, port) for port in range(len(op.outputs))]
+            numbers = [values.setdefault(self._value_name(tensor), len(values)) for tensor in (*sources, *outputs)]
+            types = [(output.dtype, output.shape) for output in op.outputs]
+            rows.append((op.kind, op.type, is_barrier(graph, op), types, numbers))
+        return rows
+
+    def _value_name(self, tensor: TensorRef) -> str:
+        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
+        return name
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""

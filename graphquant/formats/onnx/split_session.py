@@ -8,6 +8,7 @@ many pairs is only cut where all values that pass are outputs, past which ONNX R
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -28,7 +29,11 @@ MAX_SESSION_PAIRS = 500  # maximum number of DequantizeLinear nodes of a model t
 MAX_SESSION_OUTPUTS = 10_000  # maximum number of outputs of a model that is not split
 PART_NODES = 150  # minimum number of nodes of a part, not counting repeated ones; there are less than twice as many
 OBSERVED_PART_NODES = 2000  # the same for a model without so many pairs, almost all of whose values are outputs
+INTEGER_TYPES = frozenset({"QGemm", "QuantizeLinear", "DequantizeLinear"})  # in addition to the QLinear types
 REPEATED_TYPES = frozenset({"DequantizeLinear", "Constant"})
+
+NODE_NUMBER = re.compile("@([0-9]{1,9})@")
+"""Number of a node, its name in a session. Names of fused nodes contain those of their parts."""
 
 
 class SessionPart(NamedTuple):
@@ -110,6 +115,29 @@ def has_local_values(whole: Any, parts: Sequence[SessionPart]) -> bool:
     """Return True if each part reads only the inputs of the ModelProto `whole` and the outputs of the part before."""
     known = {info.name for info in whole.graph.input}
     return all(known.union(part.outputs).issuperset(reader.inputs) for part, reader in pairwise(parts))
+
+
+def describe_integer_part(part: Any, first_node: int, values: dict[str, int]) -> list[Any]:
+    """Return the nodes and types of a part that ONNX Runtime optimized, without names and stored values.
+
+    Returns [] if it has other ops than integer kernels and quantizations, whose verdicts depend on stored values. The
+    numbers in the names of nodes are counted from `first_node`. `values` has a number for each name of a value, and
+    grows.
+    """
+    rows: list[Any] = []
+    for node in part.graph.node:
+        if not (node.op_type.startswith("QLinear") or node.op_type in INTEGER_TYPES):
+            return []
+        numbers = [values.setdefault(name, len(values)) for name in (*node.input, *node.output)]
+        origin = NODE_NUMBER.search(node.name)
+        attributes = [attribute.SerializeToString(deterministic=True) for attribute in node.attribute]
+        rows.append((node.op_type, origin and int(origin[1]) - first_node, numbers, attributes))
+    tensors = part.graph.initializer
+    rows.append(sorted([(values.setdefault(t.name, len(values)), t.data_type, *t.dims) for t in tensors]))
+    for infos in (part.graph.input, part.graph.output, part.graph.value_info):
+        types = [(values.setdefault(info.name, len(values)), info.type.SerializeToString()) for info in infos]
+        rows.append(sorted(types))
+    return rows
 
 
 def merge_graphs(whole: Any, parts: Iterable[Any]) -> Any:
