@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 import graphquant as gq
@@ -177,6 +181,49 @@ def test_verdicts_in_parts(residual: bool, parts_at_once: int, tmp_path: Path, m
     for part in optimized:
         names = [op.name for op in part.model.main.ops()]
         assert len(names) == len(set(names))
+
+
+def repeated_chain(steps: Sequence[str], repeats: int) -> onnx.ModelProto:
+    """Return a chain of Q/DQ pairs that repeats `steps`, the types of the ops between them."""
+    rng = np.random.default_rng(0)
+    constants = {"w": rng.integers(-127, 128, (4, 4), np.int8), "wz": np.int8(0), "f": np.eye(4, dtype=np.float32)}
+    constants |= {"z": np.uint8(128), "low": np.float32(-1), "high": np.float32(1)}
+    nodes, last = [], "x"
+    for index, step in enumerate([*steps] * repeats):
+        constants |= {f"s{index}": np.float32(rng.uniform(0.01, 0.1)), f"ws{index}": np.float32(rng.uniform(0.01, 0.1))}
+        nodes.append(helper.make_node("QuantizeLinear", [last, f"s{index}", "z"], [f"q{index}"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"q{index}", f"s{index}", "z"], [f"d{index}"]))
+        operands = [f"d{index}"]
+        if step == "MatMul":
+            nodes.append(helper.make_node("DequantizeLinear", ["w", f"ws{index}", "wz"], [f"wd{index}"]))
+            operands.append(f"wd{index}")
+        operands += {"Gemm": ["f"], "Add": [f"d{index}"], "Clip": ["low", "high"]}.get(step, [])
+        nodes.append(helper.make_node(step, operands, [last := f"m{index}"]))
+    initializers = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    inputs, outputs = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4])] for name in ("x", last))
+    graph = helper.make_graph(nodes, "chain", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+@pytest.mark.usefixtures("few_pairs_per_part")
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(["MatMul", "Add", "Sigmoid", "Tanh", "Gemm", "Clip", "Relu"]), min_size=1, max_size=3),
+    st.integers(1, 7),
+)
+def test_equal_parts_are_judged_once(steps: Sequence[str], repeats: int) -> None:
+    """Ops of parts that are optimized alike have the verdicts that they have in the optimized whole."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
+        onnx.save(repeated_chain(steps, repeats), Path(folder, "chain.onnx"))
+        model = gq.load(Path(folder, "chain.onnx"))
+        whole = judge_ops(model, "onnxruntime")
+        patches.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+        assert judge_ops(model, "onnxruntime") == whole
+        copied = sum(len(copies) for part in session.optimize_model(model) for copies, _ in part.copies)
+    if set(steps) == {"MatMul"} and len(steps) * repeats > 6:
+        assert copied > 0
+    if not {"Tanh", "Gemm"}.isdisjoint(steps):  # ops without an integer kernel, or with a float weight
+        assert copied == 0 or len(steps) > 1
 
 
 @pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
