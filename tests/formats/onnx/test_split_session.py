@@ -184,10 +184,13 @@ def test_verdicts_in_parts(residual: bool, parts_at_once: int, tmp_path: Path, m
 
 
 def repeated_chain(steps: Sequence[str], repeats: int) -> onnx.ModelProto:
-    """Return a chain of Q/DQ pairs that repeats `steps`, the types of the ops between them."""
+    """Return a chain of Q/DQ pairs that repeats `steps`, the types of the ops between them.
+
+    The scales decide whether ONNX Runtime removes a Clip.
+    """
     rng = np.random.default_rng(0)
     constants = {"w": rng.integers(-127, 128, (4, 4), np.int8), "wz": np.int8(0), "f": np.eye(4, dtype=np.float32)}
-    constants |= {"z": np.uint8(128), "low": np.float32(-1), "high": np.float32(1)}
+    constants |= {"z": np.uint8(128), "low": np.float32(-5), "high": np.float32(5)}
     nodes, last = [], "x"
     for index, step in enumerate([*steps] * repeats):
         constants |= {f"s{index}": np.float32(rng.uniform(0.01, 0.1)), f"ws{index}": np.float32(rng.uniform(0.01, 0.1))}
