@@ -266,22 +266,23 @@ class PlacementSearch:
     Times are in nanoseconds, those of weighted ops in int8 less a share of their float time.
     """
 
-    def __init__(self, placement: Placement, table: CostTable, int8_worth: float = 0.0) -> None:
-        """Start with all groups in float. A larger worth keeps more multiply-adds in int8."""
+    def __init__(self, placement: Placement, table: CostTable) -> None:
+        """Start with all groups in float, and no share."""
         self.placement = placement
         groups, tensors = placement.groups, placement.tensors
         self.decidable = placement.decidable
         self.is_decidable = [group.has_int8_kernel and not group.fixed for group in groups]
-        self.float_cost, self.int8_cost = [0.0] * len(groups), [0.0] * len(groups)
+        self.float_cost, self._int8_times = [0.0] * len(groups), [0.0] * len(groups)
+        self._is_known = [group.work is not None and table.knows(group.work.kernel) for group in groups]
         for index, group in enumerate(groups):
             if group.work is None:
                 continue
             kernel = group.work.kernel
-            self.float_cost[index] = self.int8_cost[index] = table.nanoseconds(f"{kernel} float", group.work.float_work)
-            # An op of which the table knows one form only is not judged.
-            if table.knows(kernel):
-                worth = int8_worth * self.float_cost[index] if group.has_weight else 0.0
-                self.int8_cost[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work) - worth
+            self.float_cost[index] = self._int8_times[index] = table.nanoseconds(
+                f"{kernel} float", group.work.float_work
+            )
+            if self._is_known[index]:
+                self._int8_times[index] = table.nanoseconds(f"{kernel} int8", group.work.int8_work)
         self.quantize_cost = [
             table.nanoseconds(
                 tensor.conversion(QUANTIZE, is_blocked=groups[tensor.producer].writes_blocks), tensor.work
@@ -305,9 +306,7 @@ class PlacementSearch:
                 self.split_cost[index] = max(parts - self.float_cost[index], 0.0)
             elif group.is_max_pool and group.work is not None:
                 planar = table.nanoseconds(f"{PLANAR_POOL} int8", group.work.int8_work)
-                self.planar_cost[index] = max(planar - self.int8_cost[index], 0.0)
-        self.is_int8 = [group.fixed for group in groups]
-        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
+                self.planar_cost[index] = max(planar - self._int8_times[index], 0.0)
         # What `flip` reads often: the tensors whose conversions depend on each group, the groups that write each tensor
         # as integers in int8, and the time of a DequantizeLinear for each tensor it reads.
         self._affected = [[*group.reads, *(group.writes if group.quantized_output else ())] for group in groups]
@@ -318,7 +317,25 @@ class PlacementSearch:
             [(position, self._dequantize_time(position, index)) for position in group.reads]
             for index, group in enumerate(groups)
         ]
-        self.time = table.nanoseconds("run", {"ops": 1.0}) + sum(self.float_cost)
+        self._run_cost = table.nanoseconds("run", {"ops": 1.0})
+        self.start(0.0)
+
+    def start(self, int8_worth: float) -> None:
+        """Let all groups run in float that are not fixed. A larger worth keeps more multiply-adds in int8.
+
+        It is the share of the float time of a weighted op that int8 may cost in addition. An op of which the table
+        knows one form only is not judged.
+        """
+        groups, tensors = self.placement.groups, self.placement.tensors
+        self.int8_cost = [
+            time - int8_worth * float_cost if is_known and group.has_weight else time
+            for group, time, float_cost, is_known in zip(
+                groups, self._int8_times, self.float_cost, self._is_known, strict=True
+            )
+        ]
+        self.is_int8 = [group.fixed for group in groups]
+        self._settled: list[bool] = []  # a placement in which no change of a region or of neighbors saves time
+        self.time = self._run_cost + sum(self.float_cost)
         self.int8_readers = [sum(self.is_int8[reader] for reader in tensor.readers) for tensor in tensors]
         self.dequantize_times = [
             sum(self._dequantize_time(position, reader) for reader in tensor.readers if not self.is_int8[reader])
@@ -526,10 +543,12 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     float_time = search.time
     outcomes: list[_Outcome] = []
     for worth in (*INT8_WORTHS, -CLEAR_GAIN):
-        int8_groups = PlacementSearch(placement, table, worth).run()
+        search.start(worth)
+        int8_groups = search.run()
         members = {*int8_groups}
         if not any(group.has_weight and (i in members or group.fixed) for i, group in enumerate(placement.groups)):
             break
+        search.start(0.0)
         search.set_int8(int8_groups)
         outcomes.append(_Outcome(worth, search.time / float_time, int8_groups))
         if outcomes[-1].ratio <= TIME_RATIOS[0]:
@@ -548,6 +567,7 @@ def place_by_cost(model: Model, plan: Plan, table: CostTable) -> Plan:
     _, ratio, int8_groups = next(fast_enough, slow)  # it may be slower than float
     if round(ratio, 2) > 1:
         plan = replace(plan, warnings=(*plan.warnings, f"the model is estimated to take {ratio:.2f} of float's time"))
+    search.start(0.0)
     search.set_int8(int8_groups)
     return without_float_ops(placement, plan, {*int8_groups}, _explain_regions(search))
 
