@@ -317,6 +317,10 @@ class PlacementSearch:
             [(position, self._dequantize_time(position, index)) for position in group.reads]
             for index, group in enumerate(groups)
         ]
+        # Then the best placement of the forest is the best one of all.
+        self._is_forest = all(len(group.reads) <= 1 for group in groups) and all(
+            len(tensor.readers) <= 1 for tensor in tensors
+        )
         self._run_cost = table.nanoseconds("run", {"ops": 1.0})
         self.start(0.0)
 
@@ -422,7 +426,7 @@ class PlacementSearch:
     def _improve(self) -> None:
         for number in range(MAX_ROUNDS):
             changed = self._try_tree(last_parent=bool(number % 2))
-            if self.is_int8 != self._settled:
+            if not self._is_forest and self.is_int8 != self._settled:
                 start = [*self.is_int8]
                 for label in (True, False):
                     for region in self.regions(label):
