@@ -213,7 +213,8 @@ def test_optimum(tmp_path, seed):
 
 def test_a_settled_placement_is_not_tried_again(tmp_path, monkeypatch):
     """The search from all float does not repeat the changes that saved no time in the search from all int8."""
-    _, prepared, plan = net(tmp_path, CHAIN, v=POINTS, w=KERNEL, u=POINTS)
+    body = f"a = Conv(x, v) b = {CONV}(a, w) c = Add(a, b) d = Conv(c, u) y = Identity(d)"
+    _, prepared, plan = net(tmp_path, body, v=POINTS, w=KERNEL, u=POINTS)
     search = PlacementSearch(Placement(prepared, plan), cost_table(1.0, conv_dense=0.5, conv_pointwise=0.25))
     tried = []
     try_flips = search.try_flips
@@ -221,6 +222,31 @@ def test_a_settled_placement_is_not_tried_again(tmp_path, monkeypatch):
     groups = search.run()
     assert groups == search.decidable
     assert [indices for indices in tried if indices == (groups[0],)] == [(groups[0],)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_placement_of_a_chain_is_optimal(tmp_path, monkeypatch, seed):
+    """In a net without branches no placement takes less time than the one that is found, and no single op is tried."""
+    rng = np.random.default_rng(seed)
+    body = f"a = Conv(x, v) b = {CONV}(a, w) c = Conv(b, u) d = {CONV}(c, s) e = Conv(d, u) y = Conv(e, v)"
+    _, prepared, plan = net(tmp_path, body, v=POINTS, w=KERNEL, u=POINTS, s=KERNEL)
+    kernels = ("conv.dense", "conv.pointwise")
+    costs = {
+        f"{kernel} {kind}": {"ops": float(rng.uniform(10, 99))} for kernel in kernels for kind in ("float", "int8")
+    }
+    table = CostTable(costs={**costs, **{name: {"ops": float(rng.uniform(5, 60))} for name in CONVERSIONS}})
+    placement = Placement(prepared, plan)
+    assert len(placement.decidable) == 6
+    search, times, tried = PlacementSearch(placement, table), [], []
+    for count in range(len(placement.decidable) + 1):
+        for groups in combinations(placement.decidable, count):
+            search.set_int8(groups)
+            times.append(search.time)
+    try_flips = search.try_flips
+    monkeypatch.setattr(search, "try_flips", lambda indices: tried.append(indices) or try_flips(indices))
+    search.set_int8(search.run())
+    assert search.time == pytest.approx(min(times))
+    assert len(tried) <= 4
 
 
 def test_time_of_work(tmp_path, monkeypatch):
