@@ -893,21 +893,24 @@ class _OpLookup:
         `values` has a number for each name of a value, and grows.
         """
         graph, rows = self._model.main, list[tuple[Any, ...]]()
-        pending = dict.fromkeys(name for _, name in ops)
-        names = list(pending)
-        for name in names:  # grows
-            op, sources = graph.op(name), [tensor for tensor in graph.slots(name) if tensor is not None]
-            stored = (tensor.op for tensor in sources if graph.op(tensor.op).kind in {"constant", "dequantize"})
-            names += [source for source in stored if source not in pending and not pending.setdefault(source)]
-            outputs = [TensorRef("", name, port) for port in range(len(op.outputs))]
-            numbers = [values.setdefault(self._value_name(tensor), len(values)) for tensor in (*sources, *outputs)]
+        names, pending = {name for _, name in ops}, [name for _, name in ops]
+        for name in pending:  # grows
+            op, numbers = graph.op(name), list[int]()
+            for tensor in graph.slots(name):
+                if tensor is None:
+                    continue
+                source = graph.op(tensor.op)
+                value = self._renamed_tensors.get(tensor) or source.outputs[tensor.port].name
+                numbers.append(values.setdefault(value, len(values)))
+                if source.kind in {"constant", "dequantize"} and source.name not in names:
+                    names.add(source.name)
+                    pending.append(source.name)
+            for port, output in enumerate(op.outputs):
+                value = self._renamed_tensors.get(TensorRef("", name, port)) or output.name
+                numbers.append(values.setdefault(value, len(values)))
             types = [(output.dtype, output.shape) for output in op.outputs]
             rows.append((op.kind, op.type, is_barrier(graph, op), types, numbers))
         return rows
-
-    def _value_name(self, tensor: TensorRef) -> str:
-        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
-        return name
 
     def numbered_op(self, name: str) -> OpKey | None:
         """Return the op whose number is in the name of onnxruntime's op, None if there is none."""
