@@ -446,7 +446,7 @@ class ModelPairRunner:
             return_freed_memory()
         expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
         if self._output_tensors and not self._observed_outputs_equal:
-            self._float_runner.free_session(only_large=False)  # it runs again only if the observed model differs
+            self._float_runner.free_session()  # only samples after those that are observed need it again
             return_freed_memory()
         float_values, quantized_values = map(next, self._observations)
         observed_outputs = _last_values(self._output_tensors, float_values)
