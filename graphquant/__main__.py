@@ -15,6 +15,7 @@ def run() -> None:
     _open_closed_streams()
     # pydantic would read the metadata of all installed packages in search of plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")  # idle threads spin for 2**20 clock cycles in place of 2**26
     try:
         from graphquant.cli import main
 

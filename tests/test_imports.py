@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,24 @@ def test_package_is_lazy() -> None:
         imported_packages("-c", "import graphquant as gq; gq.load; gq.insert") & {"onnx", "tensorflow", "rich", "click"}
         == set()
     )
+
+
+@pytest.mark.parametrize("timeout", ["", "26"])
+def test_idle_threads_of_openblas_sleep(timeout: str) -> None:
+    """The command line sets the time after which they sleep, before numpy starts them, unless the user does."""
+    script = """
+import os, sys
+import graphquant.cli
+from graphquant.__main__ import run
+graphquant.cli.main = lambda **_: print("numpy" in sys.modules, os.environ["OPENBLAS_THREAD_TIMEOUT"])
+run()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    environment |= {"OPENBLAS_THREAD_TIMEOUT": timeout} if timeout else {}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment
+    )
+    assert result.stdout.split() == ["False", timeout or "20"], result.stderr
 
 
 @pytest.mark.slow

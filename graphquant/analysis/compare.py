@@ -271,6 +271,7 @@ def compare_runners(
         pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
         stack.enter_context(closing(quantized_feeds))
         model_pair = ModelPairRunner(float_runner, quantized_runner, inputs)
+        model_pair.has_more_samples = site_samples < batches.count
         float_runner.start_sequence()
         quantized_outputs = quantized_runner.run_each(model_pair.quantized_feed(feed) for feed, _ in quantized_feeds)
         if sites is not None and site_runner is not None:
@@ -385,6 +386,7 @@ class ModelPairRunner:
         self._observations: list[Iterator[ObservedTensors]] = []
         self._output_tensors: Mapping[str, TensorRef] = {}
         self._observed_outputs_equal = False
+        self.has_more_samples = False  # True if samples follow those whose tensors are measured
         self._has_state = float_runner.start_sequence()
         self._pending: list[tuple[ObservedTensors, ObservedTensors]] = []
         self._pending_values = 0
@@ -414,7 +416,7 @@ class ModelPairRunner:
         float_tensors = list(dict.fromkeys([*float_tensors, *self._output_tensors.values()]))
         quantized_tensors = [tensor for tensor in quantized_tensors if tensor not in hidden]
         observations = (
-            (site_runner, float_tensors, map(self._without_labels, site_feeds[0])),
+            (site_runner, float_tensors, (model_inputs(self._float_runner, feed) for feed in site_feeds[0])),
             (self._quantized_runner, quantized_tensors, map(self.quantized_feed, site_feeds[1])),
         )
         self._observations = [
@@ -423,10 +425,6 @@ class ModelPairRunner:
             else ({} for _ in feeds)
             for runner, tensors, feeds in observations
         ]
-
-    def _without_labels(self, feed: Feeds) -> dict[str, Any]:
-        """Remove the labels from a feed."""
-        return model_inputs(self._float_runner, feed)
 
     def quantized_feed(self, feed: Feeds) -> dict[str, Any]:
         """Rename the inputs of a feed for the quantized model."""
@@ -437,16 +435,18 @@ class ModelPairRunner:
     ) -> tuple[Mapping[str, Array], Mapping[str, Array], Mapping[str, Array]]:
         """Return the next outputs of both models, and of the observed quantized one, whose tensors are measured."""
         if not self._observations or not measure_sites:
-            float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
+            float_outputs = pool.submit(self._float_runner.run, model_inputs(self._float_runner, feed))
             actual = next(outputs)
             return float_outputs.result(), actual, {}
         actual = next(outputs)
         if self._site_runner is not None and self._output_tensors and not self._observed_outputs_equal:
             self._site_runner.free_session(observing=True)  # the weights need not be in two sessions at a time
             return_freed_memory()
-        expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
+        expected = (
+            {} if self._observed_outputs_equal else self._float_runner.run(model_inputs(self._float_runner, feed))
+        )
         if self._output_tensors and not self._observed_outputs_equal:
-            self._float_runner.free_session(only_large=False)  # it runs again only if the observed model differs
+            self._float_runner.free_session(only_large=self.has_more_samples)
             return_freed_memory()
         float_values, quantized_values = map(next, self._observations)
         observed_outputs = _last_values(self._output_tensors, float_values)

@@ -16,7 +16,7 @@ from graphquant.analysis.validation import Bounds, check_runtime_accepts
 from graphquant.api.calibrate import resolve_stats
 from graphquant.api.models import as_model, load_source, omission_notes
 from graphquant.api.plan import prepare_and_plan
-from graphquant.api.plan_search import InsertInputs, calibrate_plan, release_float_runners
+from graphquant.api.plan_search import InsertInputs, calibrate_plan
 from graphquant.backends import judge_ops
 from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
 from graphquant.calibration.data import as_data_spec, parse_data_sources
@@ -97,11 +97,11 @@ def insert(
     result = search.validate(search.choose_plan(workspace))
     if not (result.is_changed or settings.allow_empty or result.already_quantized):
         raise EmptyResultError(_empty_result_message(result))
-    release_float_runners()
+    formats.release_runners("source", "prepared")
     result = _judge_execution(_with_origin(result, inputs, findings))  # uses the sessions of the validation
     emission = getattr(formats.find_shared_runner(result.model), "serialized", None)
     result = replace(result, serialized_emission=emission)
-    formats.release_runner("quantized")  # its sessions would need memory beside those that are timed
+    formats.release_runners("quantized")  # its sessions would need memory beside those that are timed
     return _measure_time(result, inputs)
 
 

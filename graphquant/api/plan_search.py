@@ -97,17 +97,11 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
     del check  # and its runner
     if not has_few_sites(len(inputs.plan.sites)):
         runner = formats.find_shared_runner(inputs.source) if data.validation_set is not None else None
-        release_float_runners()
+        formats.release_runners("source", "prepared")  # one that observes all activations needs much memory
         if runner is not None and data.validation_set is not None:  # it may have a session already
             record_float_outputs(runner, data.validation_set)
         return_freed_memory()  # from now on, only outputs are measured
     return search, workspace, findings
-
-
-def release_float_runners() -> None:
-    """Free the sessions of the float model. One that observes all activations needs much memory."""
-    formats.release_runner("source")
-    formats.release_runner("prepared")
 
 
 @dataclass(frozen=True)
@@ -361,7 +355,8 @@ class PlanSearch:
     @cached_property
     def _holdout_meter(self) -> OutputMeter:
         """Meter of the samples that a validation without bounds measures."""
-        release_float_runners()  # the weights need not be in two sessions
+        formats.shared_runner(self.inputs.source, "source").free_session(observing=True, only_large=False)
+        formats.release_runners("prepared")  # the weights need not be in two sessions
         holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
         samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
         return OutputMeter(self.inputs.source, samples.spread_feeds(limit), DEFAULT_MIN_SQNR)

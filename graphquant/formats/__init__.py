@@ -240,9 +240,10 @@ def run_outputs(runner: Runner, feeds: Iterable[Feeds]) -> Iterator[dict[str, np
         yield {name: values[tensor][-1] for name, tensor in tensors.items() if values[tensor]}
 
 
-def release_runner(role: RunnerRole) -> None:
-    """Free the sessions of a shared runner."""
-    (_SHARED_RUNNERS.get() or {}).pop(role, None)
+def release_runners(*roles: RunnerRole) -> None:
+    """Free the sessions of shared runners."""
+    for role in roles:
+        (_SHARED_RUNNERS.get() or {}).pop(role, None)
 
 
 def detect_format(path: Path) -> str:

@@ -293,22 +293,26 @@ def measure_time_ratio(
     in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies after
     `min_rounds`, unless the ratio is known precisely before.
     """
-    clock, runs = clock or choose_clock(), []
+    clock, runs, first_times = clock or choose_clock(), [], []
     for run in (first_run, second_run):
         run()  # the first run ever is not timed
+    end = clock() + seconds
+    for run in (first_run, second_run):
         start = clock()
         run()
-        runs.append((run, math.ceil(BLOCK_SECONDS / max(clock() - start, BLOCK_SECONDS / 1000))))
-    end, pairs = clock() + seconds, list[tuple[float, float]]()
+        first_times.append(clock() - start)
+        runs.append((run, math.ceil(BLOCK_SECONDS / max(first_times[-1], BLOCK_SECONDS / 1000))))
+    # Runs as long as a slice are the first round.
+    pairs = [(first_times[0], first_times[1])] if min(first_times) >= slice_seconds else []
     while True:
-        order = (1, 0) if len(pairs) % 2 else (0, 1)
-        slices = {index: _shortest_block_seconds(*runs[index], clock, slice_seconds) for index in order}
-        pairs.append((slices[0], slices[1]))
         is_over = clock() >= end
         if len(pairs) >= (min_rounds if is_over else MIN_ROUNDS):
             result = _median_with_bounds(pairs)
             if is_over or result.high - result.low < MAX_RATIO_WIDTH:
                 return result
+        order = (1, 0) if len(pairs) % 2 else (0, 1)
+        slices = {index: _shortest_block_seconds(*runs[index], clock, slice_seconds) for index in order}
+        pairs.append((slices[0], slices[1]))
 
 
 @cache

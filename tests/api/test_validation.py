@@ -16,7 +16,7 @@ from support.onnx_models import load_onnx
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
-from graphquant.analysis.validation import Bounds, _rejection_message
+from graphquant.analysis.validation import SITE_SAMPLES, Bounds, _rejection_message
 from graphquant.backends import RejectedModelError
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
@@ -468,6 +468,26 @@ def test_good_results_are_measured_once(labelled_net: Path, monkeypatch: pytest.
         levels.clear()
         gq.insert(labelled_net / "net.onnx", data=str(labelled_net / "data.npz"), rules=[rules])
         assert sorted(set(levels)) == level
+
+
+def test_the_float_model_is_opened_once_for_its_outputs(labelled_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples after those whose tensors are measured run in the session that the first of them opened."""
+    sessions: list[int] = []
+    create_session = session.create_session
+
+    def count_plain_session(data: bytes, *args: Any, **options: Any) -> Any:
+        is_plain = not (options["mode"].watched or options["mode"].timed or options["mode"].optimized)
+        has_pairs = any(node.op_type == "DequantizeLinear" for node in onnx.ModelProto.FromString(data).graph.node)
+        sessions.append(is_plain and not has_pairs)
+        return create_session(data, *args, **options)
+
+    monkeypatch.setattr(session, "create_session", count_plain_session)
+    data = {"x": np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)}
+    result = gq.insert(labelled_net / "net.onnx", data=data)
+    assert result.validation is not None
+    assert result.validation.comparison is not None
+    assert result.validation.comparison.samples > SITE_SAMPLES
+    assert sum(sessions) == 1
 
 
 def test_tensors_that_are_clipped_on_purpose_are_not_the_worst(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_shared_runners(load_text: Any) -> None:
         assert formats.create_runner(second) is not runner
         formats.shared_runner(second, "prepared")
         assert formats.create_runner(first) is not runner
-        formats.release_runner("prepared")
+        formats.release_runners("prepared")
         assert formats.create_runner(second) is not formats.create_runner(second)
     assert formats.shared_runner(first, "source") is not formats.create_runner(first)
 
