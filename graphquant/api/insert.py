@@ -26,7 +26,7 @@ from graphquant.calibration.targets import sites_needing_data
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
 from graphquant.optimize.search import Objective
-from graphquant.optimize.size_budget import model_constant_bytes
+from graphquant.optimize.size_budget import folded_constant_bytes, model_constant_bytes
 from graphquant.quantize import (
     Plan,
     RangeTransfer,
@@ -314,7 +314,7 @@ def _judge_execution(result: Result) -> Result:
         unjudged_reason = check_runtime_accepts(
             result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
         )
-    if result.model.traits.judgeable and model_constant_bytes(result.model) <= MAX_EXAMINED_BYTES:
+    if result.model.traits.judgeable and folded_constant_bytes(result.model) <= MAX_EXAMINED_BYTES:
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)

@@ -1,6 +1,7 @@
 """The arithmetic of quantization in numpy: affine scales and zero points, and those of TensorFlow's ops."""
 
 from graphquant.numerics.affine import (
+    EXACT_BITS,
     FLOAT4_NAME,
     FLOAT_NAMES,
     LARGEST_VALUE,
@@ -29,4 +30,5 @@ from graphquant.numerics.affine import (
     round_scale_to_float16,
     rows_per_slab,
     split_block_scales,
+    split_blocks,
 )

@@ -156,6 +156,13 @@ def model_constant_bytes(model: Model) -> int:
     return total
 
 
+def folded_constant_bytes(model: Model) -> int:
+    """Return the bytes of a model's constants after onnxruntime has folded weights to float32."""
+    dequantized = (op for _, op in model.reachable_ops() if (op.fused_attrs or {}).get("form") == FOLDED_FORM)
+    sizes = (math.prod(dim or 0 for dim in op.outputs[0].shape or ()) for op in dequantized)
+    return model_constant_bytes(model) + 4 * sum(sizes)
+
+
 def _element_bits(dtype: str) -> int:
     """Bits of an element; 0 for strings, which are no weights."""
     digits = re.search(r"(\d+)", dtype)

@@ -6,12 +6,9 @@ work of another: tied sites stay tied, scales only grow, and biases, which depen
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 
@@ -59,7 +56,6 @@ from graphquant.quantize.ties import (
     solve_block_scales,
 )
 from graphquant.utils import MEGABYTE
-from graphquant.utils.atomic_files import finished_part, write_file
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
@@ -143,28 +139,11 @@ def _has_explicit_range(site: Site) -> bool:
 
 
 def _search_blocks(state: SolverState, index: int) -> QParams:
-    """Return scale and zero point of each block of a weight, of least squared error.
-
-    A command that can be resumed keeps them under a digest of the weight and of the scheme.
-    """
+    """Return scale and zero point of each block of a weight, of least squared error."""
     site, value = state.sites[index], _read_quantizable_weight(state, index)
-    grid, axis, block = site.scheme.grid, site.axis, site.scheme.block_size
-    if axis is None or block is None:
+    if site.axis is None or site.scheme.block_size is None:
         raise InternalError(f"the blocks of {site.tensor} have no axis or no size.")
-    if finished_part("") is None:
-        return search_block_params(value, grid, axis, block)
-    key = hashlib.sha256(repr((grid, axis, block, value.dtype.name, value.shape)).encode())
-    key.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    path = finished_part(key.hexdigest()) or Path()
-    content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content[key.digest_size :]).digest() != content[: key.digest_size]:
-        params, buffer = search_block_params(value, grid, axis, block), BytesIO()
-        np.savez(buffer, scale=params.scale, zero_point=params.zero_point)
-        content = hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
-        write_file(path, content)
-    with np.load(BytesIO(content[key.digest_size :])) as arrays:
-        scale, zero = arrays["scale"], arrays["zero_point"]
-    return qparams_from_scale(scale, zero, grid.type, narrow=grid.narrow, axis=axis, block=block)
+    return search_block_params(value, site.scheme.grid, site.axis, site.scheme.block_size)
 
 
 def _read_weight(state: SolverState, site: Site) -> Array | None:
@@ -182,13 +161,17 @@ def _read_weight(state: SolverState, site: Site) -> Array | None:
     return value
 
 
-def _check_weight_is_finite(value: Array | None, site: Site) -> None:
-    """Refuse a weight that is not finite: quantizing it with any scale would hide that."""
-    if value is not None and value.dtype.name in FLOAT_TYPES:
-        ends = weight_ends(value)
-        if np.isinf(ends).any() and not np.isnan(ends).any():
-            raise DataError(TAKES_INFINITE_VALUES)
-        require_finite_weight(value, site.tensor)
+def _check_weight_is_finite(value: Array | None, site: Site) -> float:
+    """Refuse a weight that is not finite, which any scale would hide. Return the largest magnitude of a finite one."""
+    if value is None or value.dtype.name not in FLOAT_TYPES or not value.size:
+        return 0.0
+    low, high = map(float, weight_ends(value))  # no array of magnitudes, which would be as large as the weight
+    if math.isfinite(low) and math.isfinite(high):
+        return max(high, -low)
+    if not (math.isnan(low) or math.isnan(high)):
+        raise DataError(TAKES_INFINITE_VALUES)
+    require_finite_weight(value, site.tensor)
+    return math.nan
 
 
 def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> Range:
@@ -320,8 +303,7 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
         raise DataError(f"its value has type {value.dtype.name}, which is not a float type")
     if value.size == 0:
         raise DataError("it has no elements")
-    _check_weight_is_finite(value, site)
-    largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
+    largest = _check_weight_is_finite(value, site)
     if 0 < largest < SMALLEST_SCALE:
         why = f"its values, at most {largest:.3g}, are denormal and treated as zeros, as kernels do"
         state.record_change(index, why)
