@@ -22,6 +22,7 @@ from graphquant.numerics.affine import (
     dequantize,
     iter_blocks,
     iter_slabs,
+    map_slabs,
     parse_type,
     qparams_from_scale,
     quantize,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from graphquant.errors import InternalError, ModelError, UsageError
 
 Array = npt.NDArray[Any]
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 MIN_BITS, MAX_BITS = 2, 32
 
@@ -118,7 +121,9 @@ def parse_type(name: str) -> QType:
     return FloatType(name) if name.startswith("float") else IntType.parse(name)
 
 
-SLAB_ELEMENTS = 1 << 22  # elements of a weight that are processed at a time, which limits the size of temporary arrays
+SLAB_ELEMENTS = 1 << 20  # elements of a weight that are processed at a time, which limits the size of temporary arrays
+MIN_PARALLEL_ELEMENTS = 1 << 22  # number of elements from which threads process the slabs of a weight
+SLAB_THREADS = min(4, os.cpu_count() or 1)
 
 
 def block_scale_shape(shape: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
@@ -393,13 +398,27 @@ def quantize_rows_to_dtype(
 ) -> Array:
     """Quantize a tensor of `shape` to values of `dtype`; `read_rows` returns the rows of a slice."""
     result = np.empty(shape, dtype)
-    is_numpy_integer = dtype.kind in "iu"  # ml_dtypes' integers cannot be cast from floats directly
-    for rows, row_params in iter_slabs(shape, params):
-        if is_numpy_integer:
-            result[rows] = _quantize_as_float(read_rows(rows), row_params)
-        else:
-            result[rows] = quantize(read_rows(rows), row_params).astype(dtype)
+    # ml_dtypes' integers cannot be cast from floats directly.
+    byte = np.dtype(f"{'' if params.type.signed else 'u'}int8")
+    step_dtype = byte if dtype.kind == "V" and isinstance(params.type, IntType) else None
+
+    def quantize_slab(slab: tuple[Any, QParams]) -> None:
+        rows, row_params = slab
+        steps = _quantize_as_float(read_rows(rows), row_params)
+        result[rows] = steps if step_dtype is None else steps.astype(step_dtype)
+
+    map_slabs(quantize_slab, iter_slabs(shape, params), result.size)
     return result
+
+
+def map_slabs(compute: Callable[[ItemT], ResultT], slabs: Iterable[ItemT], elements: int) -> list[ResultT]:
+    """Return the results for slabs of a tensor, in threads if it has many `elements`, because numpy holds no lock."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if elements < MIN_PARALLEL_ELEMENTS:
+        return [*map(compute, slabs)]
+    with ThreadPoolExecutor(SLAB_THREADS) as pool:
+        return [*pool.map(compute, slabs)]
 
 
 def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:

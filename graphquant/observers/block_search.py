@@ -13,7 +13,6 @@ an asymmetric type also has the better of both signs.
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from typing import Final
 
@@ -28,6 +27,7 @@ from graphquant.numerics import (
     QParams,
     QuantizationGrid,
     block_scale_shape,
+    map_slabs,
     qparams_from_scale,
     split_blocks,
 )
@@ -45,9 +45,6 @@ SQUARED_MEAN: Final = np.float32(0.05)
 """Squared mean of the inputs relative to their variance, which is not known without data: 0 behind a LayerNorm without
 bias, 0.47 for the positive half of a normal distribution. docs/decisions/0062-algorithms.md has the effect."""
 
-MIN_PARALLEL_ELEMENTS: Final = 1 << 22  # number of values from which threads search the chunks of a weight
-SEARCH_THREADS: Final = min(4, os.cpu_count() or 1)
-
 CHUNK_ELEMENTS: Final = 1 << 17  # values that numpy searches at once, so that temporary arrays fit into the cache
 
 
@@ -56,16 +53,12 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     multiple, row_elements = block if axis == 0 else 1, value.size // value.shape[0]
     rows = multiple * -(-CHUNK_ELEMENTS // (multiple * row_elements))
     slabs = [value[start : start + rows] for start in range(0, value.shape[0], rows)]
-    with ThreadPoolExecutor(SEARCH_THREADS) as pool:
-        # The search releases the lock of the interpreter, and no slab depends on another one.
-        compute = pool.map if value.size >= MIN_PARALLEL_ELEMENTS else map
-        search = partial(_search_slab, grid=grid, axis=axis, block=block)
-        scales, zero_points = zip(*compute(search, slabs), strict=True)
+    # The search releases the lock of the interpreter, and no slab depends on another one.
+    results = map_slabs(partial(_search_slab, grid=grid, axis=axis, block=block), slabs, value.size)
+    scales, zero_points = zip(*results, strict=True)
     scale, zero_point = np.concatenate(scales), np.concatenate(zero_points)
     return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
 

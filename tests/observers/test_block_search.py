@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graphquant.numerics import QuantizationGrid, Range, dequantize, parse_type, quantize
 from graphquant.numerics.affine import split_blocks
-from graphquant.observers import block_search, search_block_params
+from graphquant.observers import search_block_params
 from graphquant.observers.block_search import SQUARED_MEAN
 
 NORMAL = np.random.default_rng(0).standard_normal((1024, 96)).astype(np.float32)
@@ -112,7 +112,7 @@ def test_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.random.default_rng(4).standard_normal((1024, 1030), np.float32)
     grid = QuantizationGrid(type=parse_type("uint4"), symmetric=False)
     serial = search_block_params(weight, grid, 0, 32)
-    monkeypatch.setattr(block_search, "MIN_PARALLEL_ELEMENTS", 0)
+    monkeypatch.setattr("graphquant.numerics.affine.MIN_PARALLEL_ELEMENTS", 0)
     threads = search_block_params(weight, grid, 0, 32)
     assert threads.scale.tobytes() == serial.scale.tobytes()
     assert threads.zero_point.tobytes() == serial.zero_point.tobytes()
