@@ -29,7 +29,7 @@ from graphquant.numerics.affine import (
     quantize_rows_to_dtype,
     quantize_to_dtype,
     round_scale_to_float16,
-    rows_per_slab,
+    row_slices,
     split_block_scales,
     split_blocks,
 )

@@ -142,15 +142,18 @@ def split_blocks(value: Array, axis: int, block: int) -> Array:
 
 def iter_blocks(value: Array, axis: int, block: int) -> Iterator[Array]:
     """Yield the blocks of some rows of the tensor at a time, since `split_blocks` copies."""
-    step = rows_per_slab(value.shape, block if axis == 0 else 1)
-    for start in range(0, value.shape[0], step):
-        yield split_blocks(value[start : start + step], axis, block)
+    for rows in row_slices(value.shape, block if axis == 0 else 1):
+        yield split_blocks(value[rows], axis, block)
 
 
-def rows_per_slab(shape: tuple[int, ...], multiple: int) -> int:
-    """Return the number of rows, a multiple of `multiple`, that have about `SLAB_ELEMENTS` elements."""
-    rows = max(SLAB_ELEMENTS * shape[0] // max(math.prod(shape), 1), 1)
-    return -(-rows // multiple) * multiple
+def row_slices(shape: tuple[int, ...], multiple: int = 1, elements: int = 0) -> list[slice]:
+    """Divide the rows of a tensor into slabs of about `elements` elements, by default `SLAB_ELEMENTS`.
+
+    The rows of each slab but the last one are a multiple of `multiple`.
+    """
+    rows = max((elements or SLAB_ELEMENTS) * shape[0] // max(math.prod(shape), 1), 1)
+    step = -(-rows // multiple) * multiple
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -426,16 +429,15 @@ def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, Q
     if not shape:
         yield ..., params
         return
-    step = rows_per_slab(shape, params.block or 1)
     # Scales lie along the first axis if there is one for each channel or block of it, or one for each block of a row.
     has_row_scales = params.axis is not None and (params.block is not None or params.axis == 0)
     rows_per_scale = params.block if params.block is not None and params.axis == 0 else 1
-    for start in range(0, shape[0], step):
+    for slab in row_slices(shape, params.block or 1):
         row_params = params
         if has_row_scales:
-            rows = slice(start // rows_per_scale, -(-(start + step) // rows_per_scale))
+            rows = slice(slab.start // rows_per_scale, -(-slab.stop // rows_per_scale))
             row_params = replace(params, scale=params.scale[rows], zero_point=params.zero_point[rows], op_range=None)
-        yield slice(start, start + step), row_params
+        yield slab, row_params
 
 
 def dequantize(q: Array, params: QParams) -> Array:

@@ -486,7 +486,7 @@ static INLINE float power_of_two(float number, int rounds_up)
 }
 
 /* Keep the params of the group's blocks whose gain is the largest so far. Each operation is that of
- * _try_block_params in block_search.py, in the same order, so that the results have the same bits.
+ * _search_chunk in block_search.py, in the same order, so that the results have the same bits.
  */
 static INLINE void try_group(const Search *s, Tile *t, Py_ssize_t start)
 {

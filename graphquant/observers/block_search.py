@@ -29,6 +29,7 @@ from graphquant.numerics import (
     block_scale_shape,
     map_slabs,
     qparams_from_scale,
+    row_slices,
     split_blocks,
 )
 from graphquant.observers import histogram_kernel
@@ -53,9 +54,7 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
-    multiple, row_elements = block if axis == 0 else 1, value.size // value.shape[0]
-    rows = multiple * -(-CHUNK_ELEMENTS // (multiple * row_elements))
-    slabs = [value[start : start + rows] for start in range(0, value.shape[0], rows)]
+    slabs = [value[rows] for rows in row_slices(value.shape, block if axis == 0 else 1, CHUNK_ELEMENTS)]
     # The search releases the lock of the interpreter, and no slab depends on another one.
     results = map_slabs(partial(_search_slab, grid=grid, axis=axis, block=block), slabs, value.size)
     scales, zero_points = zip(*results, strict=True)
@@ -67,16 +66,18 @@ def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> 
     """Return scale, float32, and zero point, int8 for few bits and else int32, of each block of some rows."""
     (qmin, qmax), shape = grid.type.limits(narrow=grid.narrow), block_scale_shape(slab.shape, axis, block)
     values, results = np.ascontiguousarray(slab, np.float32), np.empty((3, math.prod(shape)), np.float32)
-    kernel = histogram_kernel.search_blocks
+    kernel, factors = histogram_kernel.search_blocks, np.array(SHRINK_FACTORS, np.float32)
+    if grid.type.bits <= LOW_BITS:
+        factors = np.array(SHRINK_FACTORS + LOW_BIT_SHRINK_FACTORS, np.float32)
     if kernel is not None and grid.type.bits <= EXACT_BITS:
-        factors, neighbors = np.array(_shrink_factors(grid), np.float32), np.array(NEIGHBORS, np.float32)
+        neighbors = np.array(NEIGHBORS, np.float32)
         sizes = slab.shape[axis], math.prod(slab.shape[axis + 1 :]), block
         numbers = qmin, qmax, SQUARED_MEAN, grid.type.symmetric_zero_point, SMALLEST_RELATIVE_SCALE
         kernel(values, results, factors, neighbors, sizes, numbers, grid.symmetric, grid.power_of_two)
     else:
         blocks, step = split_blocks(values, axis, block), max(CHUNK_ELEMENTS // block, 1)
         for start in range(0, len(blocks), step):
-            results[:, start : start + step] = _search_chunk(blocks[start : start + step], grid)
+            results[:, start : start + step] = _search_chunk(blocks[start : start + step], grid, factors)
     best_scale, best_zero, unit = (result.reshape(shape) for result in results)
     farthest_step = np.maximum(best_zero - qmin, qmax - best_zero)
     with np.errstate(over="ignore", under="ignore"):
@@ -87,29 +88,7 @@ def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> 
     return np.where(unit > 0, scale, 1.0).astype(np.float32), best_zero.astype(zero_type)
 
 
-def _shrink_factors(grid: QuantizationGrid) -> tuple[float, ...]:
-    """Return the factors of a range that are tried first."""
-    return SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ())
-
-
-def _try_block_params(columns: Array, params: Array, best: Array, qmin: float, qmax: float, *, fits: bool) -> None:
-    """Try a scale and zero point on each column of `columns` (block, N), and update the gains, scales and zero points.
-
-    `params` has the sums of the columns, the scales and the zero points, float32 (3, N), and `best` the largest gains
-    and their params. If `fits`, the scale becomes the one of least squares for the integers.
-    """
-    sums, scale, zero = params
-    codes = np.clip(np.rint(columns * (1 / scale)), np.float32(qmin) - zero, np.float32(qmax) - zero)
-    code_sums = codes.sum(0)
-    products = np.einsum("ij,ij->j", codes, columns) + SQUARED_MEAN * code_sums * sums
-    powers = np.einsum("ij,ij->j", codes, codes) + SQUARED_MEAN * code_sums * code_sums
-    if fits:
-        scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
-    gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
-    np.copyto(best, np.stack([gain, scale, zero]), where=gain > best[0])
-
-
-def _search_chunk(blocks: Array, grid: QuantizationGrid) -> Array:
+def _search_chunk(blocks: Array, grid: QuantizationGrid, factors: Array) -> Array:
     """Return scale, zero point and unit of the scale, float32 (3, N), of each row of `blocks` (N, block), as in C.
 
     The unit is 0 if all values are.
@@ -121,27 +100,32 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid) -> Array:
     unit = np.ldexp(np.float32(1), np.frexp(np.abs(columns).max(0))[1] - 1)
     columns = columns / unit
     low, high = np.minimum(columns.min(0), 0), np.maximum(columns.max(0), 0)
-    # Rows: the sums, and the scales and zero points to try; the gains, scales and zero points of the best trials.
-    params, best = np.empty((3, len(blocks)), np.float32), np.zeros((3, len(blocks)), np.float32)
-    params[0], best[0], best[1] = columns.sum(0), -1, 1
+    sums, best = columns.sum(0), np.zeros((3, len(blocks)), np.float32)  # gains, scales and zero points
+    best[0], best[1] = -1, 1
     best_scale, best_zero = best[1:]
 
     def try_params(scale: Array, zero: Array) -> None:
         """Keep the params of the blocks whose error is the least so far, with the best scale for their integers."""
-        np.maximum(scale, SMALLEST_RELATIVE_SCALE, out=params[1])
-        params[2] = zero
+        scale = np.maximum(scale, SMALLEST_RELATIVE_SCALE)
         if grid.power_of_two:
-            mantissa, exponent = np.frexp(params[1])
-            params[1] = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
-        _try_block_params(columns, params, best, qmin, qmax, fits=not grid.power_of_two)
+            mantissa, exponent = np.frexp(scale)
+            scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
+        codes = np.clip(np.rint(columns * (1 / scale)), qmin - zero, qmax - zero)
+        code_sums = codes.sum(0)
+        products = np.einsum("ij,ij->j", codes, columns) + SQUARED_MEAN * code_sums * sums
+        powers = np.einsum("ij,ij->j", codes, codes) + SQUARED_MEAN * code_sums * code_sums
+        if not grid.power_of_two:
+            scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
+        gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
+        np.copyto(best, np.stack([gain, scale, zero]), where=gain > best[0])
 
-    for factor in _shrink_factors(grid):
+    for factor in factors:
         if grid.symmetric:
             zero = np.full_like(low, grid.type.symmetric_zero_point)
-            scale = np.maximum(high / (qmax - zero), low / (qmin - zero)) * np.float32(factor)
+            scale = np.maximum(high / (qmax - zero), low / (qmin - zero)) * factor
         else:
-            scale = np.maximum((high - low) / (qmax - qmin) * np.float32(factor), SMALLEST_RELATIVE_SCALE)
-            zero = np.clip(np.rint(qmin - low * np.float32(factor) / scale), qmin, qmax)
+            scale = np.maximum((high - low) / (qmax - qmin) * factor, SMALLEST_RELATIVE_SCALE)
+            zero = np.clip(np.rint(qmin - low * factor / scale), qmin, qmax)
         try_params(scale, zero)
     for factor, step in NEIGHBORS:
         if not (grid.symmetric and step):

@@ -165,13 +165,12 @@ def _check_weight_is_finite(value: Array | None, site: Site) -> float:
     """Refuse a weight that is not finite, which any scale would hide. Return the largest magnitude of a finite one."""
     if value is None or value.dtype.name not in FLOAT_TYPES or not value.size:
         return 0.0
-    low, high = map(float, weight_ends(value))  # no array of magnitudes, which would be as large as the weight
-    if math.isfinite(low) and math.isfinite(high):
-        return max(high, -low)
-    if not (math.isnan(low) or math.isnan(high)):
+    low, high = weight_ends(value)  # no array of magnitudes, which would be as large as the weight
+    if np.isinf([low, high]).any() and not np.isnan(low):
         raise DataError(TAKES_INFINITE_VALUES)
-    require_finite_weight(value, site.tensor)
-    return math.nan
+    if not np.isfinite([low, high]).all():
+        require_finite_weight(value, site.tensor)
+    return float(max(high, -low))
 
 
 def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> Range:

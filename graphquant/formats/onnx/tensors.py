@@ -19,7 +19,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
 from graphquant.ir import DataType, Op, Shape
-from graphquant.numerics import rows_per_slab
+from graphquant.numerics import row_slices
 from graphquant.utils.text import decode_bytes
 
 if TYPE_CHECKING:
@@ -279,12 +279,10 @@ class TensorReader:
 def read_slabs(tensor: Any, folder: Path | None) -> Iterator[Array]:
     """Yield the value of a TensorProto; of external data some rows at a time. Raises ModelErrors as `tensor_value`."""
     reader, shape = initializer_reader(tensor, folder), tuple(tensor.dims)
-    if not isinstance(reader, TensorReader) or not shape or 0 in shape:
+    if isinstance(reader, TensorReader) and shape:
+        yield from map(reader.read_rows, row_slices(shape))
+    else:
         yield reader()
-        return
-    step = rows_per_slab(shape, 1)
-    for start in range(0, shape[0], step):
-        yield reader.read_rows(slice(start, start + step))
 
 
 def _external_array(tensor: Any, folder: Path | None, rows: slice | None = None) -> Array:
