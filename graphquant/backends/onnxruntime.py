@@ -71,10 +71,6 @@ REJECTION_REMEDIES = {
 }
 """Remedies by a part of the error of ONNX Runtime."""
 
-MAX_EXAMINED_BYTES = 1 << 28
-"""Size of all constants, with folded weights as float32, up to which `insert` asks how ONNX Runtime runs each op. It
-makes up to four copies of them to tell that."""
-
 UNKNOWN_REJECTION_REMEDY = "if the float model loads, keep the op that the message names in float"
 
 

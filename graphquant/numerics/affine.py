@@ -140,17 +140,8 @@ def split_blocks(value: Array, axis: int, block: int) -> Array:
     return np.moveaxis(blocks, axis + 1, -1).reshape(-1, block)
 
 
-def iter_blocks(value: Array, axis: int, block: int) -> Iterator[Array]:
-    """Yield the blocks of some rows of the tensor at a time, since `split_blocks` copies."""
-    for rows in row_slices(value.shape, block if axis == 0 else 1):
-        yield split_blocks(value[rows], axis, block)
-
-
 def row_slices(shape: tuple[int, ...], multiple: int = 1, elements: int = 0) -> list[slice]:
-    """Divide the rows of a tensor into slabs of about `elements` elements, by default `SLAB_ELEMENTS`.
-
-    The rows of each slab but the last one are a multiple of `multiple`.
-    """
+    """Divide the rows of a tensor into slabs of about `elements` elements and a multiple of `multiple` rows."""
     rows = max((elements or SLAB_ELEMENTS) * shape[0] // max(math.prod(shape), 1), 1)
     step = -(-rows // multiple) * multiple
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
@@ -391,24 +382,19 @@ def _quantize_as_float(x: Array, params: QParams) -> Array:
     return steps.reshape(x.shape)
 
 
-def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
-    """Quantize `x` to values of `dtype`, some rows at a time, since a weight can take much of the memory."""
-    return quantize_rows_to_dtype(x.__getitem__, x.shape, params, dtype)
-
-
-def quantize_rows_to_dtype(
+def quantize_to_dtype(
     read_rows: Callable[[Any], Array], shape: tuple[int, ...], params: QParams, dtype: np.dtype[Any]
 ) -> Array:
-    """Quantize a tensor of `shape` to values of `dtype`; `read_rows` returns the rows of a slice."""
+    """Quantize a tensor of `shape` to values of `dtype`, some rows at a time; `read_rows` returns those of a slice."""
     result = np.empty(shape, dtype)
-    # ml_dtypes' integers cannot be cast from floats directly.
-    byte = np.dtype(f"{'' if params.type.signed else 'u'}int8")
-    step_dtype = byte if dtype.kind == "V" and isinstance(params.type, IntType) else None
+    is_small = dtype.kind == "V" and isinstance(
+        params.type, IntType
+    )  # whose integers floats cannot be cast to directly
 
     def quantize_slab(slab: tuple[Any, QParams]) -> None:
         rows, row_params = slab
         steps = _quantize_as_float(read_rows(rows), row_params)
-        result[rows] = steps if step_dtype is None else steps.astype(step_dtype)
+        result[rows] = steps.astype(np.int8 if params.type.signed else np.uint8) if is_small else steps
 
     map_slabs(quantize_slab, iter_slabs(shape, params), result.size)
     return result

@@ -55,10 +55,8 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
     slabs = [value[rows] for rows in row_slices(value.shape, block if axis == 0 else 1, CHUNK_ELEMENTS)]
-    # The search releases the lock of the interpreter, and no slab depends on another one.
     results = map_slabs(partial(_search_slab, grid=grid, axis=axis, block=block), slabs, value.size)
-    scales, zero_points = zip(*results, strict=True)
-    scale, zero_point = np.concatenate(scales), np.concatenate(zero_points)
+    scale, zero_point = map(np.concatenate, zip(*results, strict=True))
     return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
 
 
@@ -66,12 +64,10 @@ def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> 
     """Return scale, float32, and zero point, int8 for few bits and else int32, of each block of some rows."""
     (qmin, qmax), shape = grid.type.limits(narrow=grid.narrow), block_scale_shape(slab.shape, axis, block)
     values, results = np.ascontiguousarray(slab, np.float32), np.empty((3, math.prod(shape)), np.float32)
-    kernel, factors = histogram_kernel.search_blocks, np.array(SHRINK_FACTORS, np.float32)
-    if grid.type.bits <= LOW_BITS:
-        factors = np.array(SHRINK_FACTORS + LOW_BIT_SHRINK_FACTORS, np.float32)
+    shrink = SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ())
+    kernel, factors = histogram_kernel.search_blocks, np.array(shrink, np.float32)
     if kernel is not None and grid.type.bits <= EXACT_BITS:
-        neighbors = np.array(NEIGHBORS, np.float32)
-        sizes = slab.shape[axis], math.prod(slab.shape[axis + 1 :]), block
+        sizes, neighbors = (slab.shape[axis], math.prod(slab.shape[axis + 1 :]), block), np.array(NEIGHBORS, np.float32)
         numbers = qmin, qmax, SQUARED_MEAN, grid.type.symmetric_zero_point, SMALLEST_RELATIVE_SCALE
         kernel(values, results, factors, neighbors, sizes, numbers, grid.symmetric, grid.power_of_two)
     else:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils import Progress
 
+MAX_EXAMINED_BYTES = 1 << 28  # size of all constants; onnxruntime makes up to four copies to tell how it runs each op
 SIZE_BUDGET_RULE = "size-budget"  # rule of weights with a chosen bit width
 
 
@@ -156,11 +157,11 @@ def model_constant_bytes(model: Model) -> int:
     return total
 
 
-def folded_constant_bytes(model: Model) -> int:
-    """Return the bytes of a model's constants after onnxruntime has folded weights to float32."""
+def can_examine(model: Model) -> bool:
+    """Return True if `insert` asks how onnxruntime runs each op, for which it copies all folded weights as float32."""
     dequantized = (op for _, op in model.reachable_ops() if (op.fused_attrs or {}).get("form") == FOLDED_FORM)
-    sizes = (math.prod(dim or 0 for dim in op.outputs[0].shape or ()) for op in dequantized)
-    return model_constant_bytes(model) + 4 * sum(sizes)
+    folded = sum(math.prod(dim or 0 for dim in op.outputs[0].shape or ()) for op in dequantized)
+    return model.traits.judgeable and model_constant_bytes(model) + 4 * folded <= MAX_EXAMINED_BYTES
 
 
 def _element_bits(dtype: str) -> int:

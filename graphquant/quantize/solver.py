@@ -32,9 +32,10 @@ from graphquant.numerics import (
     Range,
     block_scale_shape,
     broadcast_along_axis,
-    iter_blocks,
     qparams_from_scale,
     round_scale_to_float16,
+    row_slices,
+    split_blocks,
 )
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, search_block_params, sketch_values
 from graphquant.quantize.limits import meet_limits
@@ -248,8 +249,9 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         value, bits = _read_quantizable_weight(state, index), observer.required_bits(site.scheme.type)
         if any(state.model.op(TensorRef(use.graph, use.op)).role(use.slot) == "input" for use in site.uses):
             _refuse_sentinel_constant(value)  # not of a weight or bias, whose scale is its own
-        if site.axis is not None and site.scheme.block_size is not None:
-            parts = [sketch_values(chunk, 0) for chunk in iter_blocks(value, site.axis, site.scheme.block_size)]
+        if site.axis is not None and (block := site.scheme.block_size) is not None:
+            slabs = (value[rows] for rows in row_slices(value.shape, block))
+            parts = [sketch_values(split_blocks(slab, site.axis, block), 0) for slab in slabs]
             low, high = (np.concatenate([getattr(part, end) for part in parts]) for end in ("low", "high"))
             return [Sketch(low=low, high=high)]
         if site.axis is None or not bits:

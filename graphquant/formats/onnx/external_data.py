@@ -212,13 +212,10 @@ def write_external_weights(
         if not file.skip_to(start + tensor_bytes(tensor)):
             file.write(bytes(start - file.tell()))
             for value in read_slabs(tensor, folder) if op is None else [_deferred_value(op)]:
-                packed = value.dtype.name in SUB_BYTE_BITS
-                # As ONNX stores the elements, without a copy where possible.
-                file.write(
-                    numpy_helper.from_array(value).raw_data
-                    if packed
-                    else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-                )
+                if value.dtype.name in SUB_BYTE_BITS:
+                    file.write(numpy_helper.from_array(value).raw_data)
+                else:  # as ONNX stores the elements, without a copy where possible
+                    file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             file.finish_tensor()
         if progress is not None:
             progress(file.tell() // MEGABYTE, max(total, file.tell()) // MEGABYTE)
