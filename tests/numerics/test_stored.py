@@ -1,5 +1,6 @@
 """Quantizing weights some rows at a time gives the same as quantizing them at once."""
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +25,7 @@ from graphquant.numerics.affine import split_blocks
 @pytest.mark.parametrize(("axis", "block"), [(None, None), (0, None), (1, None), (2, None), (0, 3), (1, 4), (0, 8)])
 @pytest.mark.parametrize("shape", [(7, 5, 4), (16, 9, 3), (1, 20, 3)])
 def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all slab sizes, values equal those that are quantized at once."""
+    """For all slab sizes, with and without threads, values equal those that are quantized at once."""
     rng = np.random.default_rng(0)
     value = rng.standard_normal(shape).astype(np.float32)
     size: tuple[int, ...] = () if axis is None else (shape[axis],)
@@ -37,8 +38,9 @@ def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeyp
     )
     storage_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     whole = quantize(value, params).astype(storage_dtype)
-    for slab in (1, 10, 37, 1 << 22):
+    for slab, parallel in product((1, 10, 37, 1 << 22), (0, 1 << 22)):
         monkeypatch.setattr(affine, "SLAB_ELEMENTS", slab)
+        monkeypatch.setattr(affine, "MIN_PARALLEL_ELEMENTS", parallel)
         actual = quantize_to_dtype(value.__getitem__, value.shape, params, storage_dtype)
         assert actual.dtype == storage_dtype
         np.testing.assert_array_equal(actual.astype(np.float32), whole.astype(np.float32))
