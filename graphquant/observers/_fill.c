@@ -622,7 +622,7 @@ __attribute__((target("avx2"))) static void search_all_avx2(const Search *s, Til
     search_all(s, t, count, results);
 }
 
-__attribute__((target("avx512f,prefer-vector-width=512"))) static void search_all_avx512(
+__attribute__((target("avx512f"))) static void search_all_avx512(
     const Search *s, Tile *t, Py_ssize_t count, float *results)
 {
     search_all(s, t, count, results);
