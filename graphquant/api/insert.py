@@ -18,7 +18,6 @@ from graphquant.api.models import as_model, load_source, omission_notes
 from graphquant.api.plan import prepare_and_plan
 from graphquant.api.plan_search import InsertInputs, calibrate_plan
 from graphquant.backends import judge_ops
-from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
 from graphquant.calibration.data import as_data_spec, parse_data_sources
 from graphquant.calibration.data.function import load_metric
 from graphquant.calibration.holdout import CalibrationData, complete_model_data, open_model_data, open_required_labels
@@ -26,7 +25,7 @@ from graphquant.calibration.targets import sites_needing_data
 from graphquant.errors import DataError, EmptyResultError, FindingsError, ModelError, NeedsDataError, UsageError
 from graphquant.optimize.latency import MAX_TIMED_BYTES, time_beside_float
 from graphquant.optimize.search import Objective
-from graphquant.optimize.size_budget import model_constant_bytes
+from graphquant.optimize.size_budget import can_examine, model_constant_bytes
 from graphquant.quantize import (
     Plan,
     RangeTransfer,
@@ -314,7 +313,7 @@ def _judge_execution(result: Result) -> Result:
         unjudged_reason = check_runtime_accepts(
             result.source, result.model, result.validation, other_backend=not result.plan.for_onnxruntime
         )
-    if result.model.traits.judgeable and model_constant_bytes(result.model) <= MAX_EXAMINED_BYTES:
+    if can_examine(result.model):
         with suppress(ModelError, OSError):  # the report does without it
             verdicts = judge_ops(result.model, "onnxruntime")
     return replace(result, unjudged_reason=unjudged_reason, verdicts=verdicts)

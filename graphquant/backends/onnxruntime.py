@@ -73,9 +73,6 @@ REJECTION_REMEDIES = {
 }
 """Remedies by a part of the error of ONNX Runtime."""
 
-MAX_EXAMINED_BYTES = 1 << 29
-"""Size of all constants up to which `insert` asks how ONNX Runtime runs each op. It copies all of them to tell that."""
-
 UNKNOWN_REJECTION_REMEDY = "if the float model loads, keep the op that the message names in float"
 
 

@@ -1,6 +1,7 @@
 """The arithmetic of quantization in numpy: affine scales and zero points, and those of TensorFlow's ops."""
 
 from graphquant.numerics.affine import (
+    EXACT_BITS,
     FLOAT4_NAME,
     FLOAT_NAMES,
     LARGEST_VALUE,
@@ -19,14 +20,14 @@ from graphquant.numerics.affine import (
     broadcast_along_axis,
     broadcast_to_tensor,
     dequantize,
-    iter_blocks,
     iter_slabs,
+    map_slabs,
     parse_type,
     qparams_from_scale,
     quantize,
-    quantize_rows_to_dtype,
     quantize_to_dtype,
     round_scale_to_float16,
-    rows_per_slab,
+    row_slices,
     split_block_scales,
+    split_blocks,
 )

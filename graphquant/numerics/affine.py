@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from graphquant.errors import InternalError, ModelError, UsageError
 
 Array = npt.NDArray[Any]
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 MIN_BITS, MAX_BITS = 2, 32
 
@@ -118,7 +121,9 @@ def parse_type(name: str) -> QType:
     return FloatType(name) if name.startswith("float") else IntType.parse(name)
 
 
-SLAB_ELEMENTS = 1 << 22  # elements of a weight that are processed at a time, which limits the size of temporary arrays
+SLAB_ELEMENTS = 1 << 20  # elements of a weight that are processed at a time, which limits the size of temporary arrays
+MIN_PARALLEL_ELEMENTS = 1 << 22  # number of elements from which threads process the slabs of a weight
+SLAB_THREADS = min(4, os.cpu_count() or 1)
 
 
 def block_scale_shape(shape: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
@@ -135,17 +140,11 @@ def split_blocks(value: Array, axis: int, block: int) -> Array:
     return np.moveaxis(blocks, axis + 1, -1).reshape(-1, block)
 
 
-def iter_blocks(value: Array, axis: int, block: int) -> Iterator[Array]:
-    """Yield the blocks of some rows of the tensor at a time, since `split_blocks` copies."""
-    step = rows_per_slab(value.shape, block if axis == 0 else 1)
-    for start in range(0, value.shape[0], step):
-        yield split_blocks(value[start : start + step], axis, block)
-
-
-def rows_per_slab(shape: tuple[int, ...], multiple: int) -> int:
-    """Return the number of rows, a multiple of `multiple`, that have about `SLAB_ELEMENTS` elements."""
-    rows = max(SLAB_ELEMENTS * shape[0] // max(math.prod(shape), 1), 1)
-    return -(-rows // multiple) * multiple
+def row_slices(shape: tuple[int, ...], multiple: int = 1, elements: int = 0) -> list[slice]:
+    """Divide the rows of a tensor into slabs of about `elements` elements and a multiple of `multiple` rows."""
+    rows = max((elements or SLAB_ELEMENTS) * shape[0] // max(math.prod(shape), 1), 1)
+    step = -(-rows // multiple) * multiple
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -383,23 +382,32 @@ def _quantize_as_float(x: Array, params: QParams) -> Array:
     return steps.reshape(x.shape)
 
 
-def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
-    """Quantize `x` to values of `dtype`, some rows at a time, since a weight can take much of the memory."""
-    return quantize_rows_to_dtype(x.__getitem__, x.shape, params, dtype)
-
-
-def quantize_rows_to_dtype(
+def quantize_to_dtype(
     read_rows: Callable[[Any], Array], shape: tuple[int, ...], params: QParams, dtype: np.dtype[Any]
 ) -> Array:
-    """Quantize a tensor of `shape` to values of `dtype`; `read_rows` returns the rows of a slice."""
+    """Quantize a tensor of `shape` to values of `dtype`, some rows at a time; `read_rows` returns those of a slice."""
     result = np.empty(shape, dtype)
-    is_numpy_integer = dtype.kind in "iu"  # ml_dtypes' integers cannot be cast from floats directly
-    for rows, row_params in iter_slabs(shape, params):
-        if is_numpy_integer:
-            result[rows] = _quantize_as_float(read_rows(rows), row_params)
-        else:
-            result[rows] = quantize(read_rows(rows), row_params).astype(dtype)
+    is_small = dtype.kind == "V" and isinstance(
+        params.type, IntType
+    )  # whose integers floats cannot be cast to directly
+
+    def quantize_slab(slab: tuple[Any, QParams]) -> None:
+        rows, row_params = slab
+        steps = _quantize_as_float(read_rows(rows), row_params)
+        result[rows] = steps.astype(np.int8 if params.type.signed else np.uint8) if is_small else steps
+
+    map_slabs(quantize_slab, iter_slabs(shape, params), result.size)
     return result
+
+
+def map_slabs(compute: Callable[[ItemT], ResultT], slabs: Iterable[ItemT], elements: int) -> list[ResultT]:
+    """Return the results for slabs of a tensor, in threads if it has many `elements`, because numpy holds no lock."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    if elements < MIN_PARALLEL_ELEMENTS:
+        return [*map(compute, slabs)]
+    with ThreadPoolExecutor(SLAB_THREADS) as pool:
+        return [*pool.map(compute, slabs)]
 
 
 def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
@@ -407,16 +415,15 @@ def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, Q
     if not shape:
         yield ..., params
         return
-    step = rows_per_slab(shape, params.block or 1)
     # Scales lie along the first axis if there is one for each channel or block of it, or one for each block of a row.
     has_row_scales = params.axis is not None and (params.block is not None or params.axis == 0)
     rows_per_scale = params.block if params.block is not None and params.axis == 0 else 1
-    for start in range(0, shape[0], step):
+    for slab in row_slices(shape, params.block or 1):
         row_params = params
         if has_row_scales:
-            rows = slice(start // rows_per_scale, -(-(start + step) // rows_per_scale))
+            rows = slice(slab.start // rows_per_scale, -(-slab.stop // rows_per_scale))
             row_params = replace(params, scale=params.scale[rows], zero_point=params.zero_point[rows], op_range=None)
-        yield slice(start, start + step), row_params
+        yield slab, row_params
 
 
 def dequantize(q: Array, params: QParams) -> Array:

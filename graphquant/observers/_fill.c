@@ -1,6 +1,6 @@
 /* The kernels of histogram_kernel.py in C, without the GIL. They count float32 values in the bins of a table, compute the
- * squared error of scales and zero points from such counts, compute the squared difference of float32 arrays, and try scales
- * and zero points on blocks of weights.
+ * squared error of scales and zero points from such counts, compute the squared difference of float32 arrays, and search
+ * scales and zero points of blocks of weights.
  *
  * The code uses only the stable interface of Python 3.11, and reads arrays through the buffer interface, so that one build
  * works with every later Python and every numpy.
@@ -442,105 +442,239 @@ static PyObject *squares(PyObject *module, PyObject *arguments)
     return fits ? Py_BuildValue("dd", sums[0], sums[1]) : NULL;
 }
 
-/* Blocks of a weight as columns, float32 (size, count), and a scale and zero point to try on each of them. */
+/* A weight, float32 (outer, length, inner), whose blocks of `size` elements along the middle axis are searched. */
 typedef struct {
-    const float *columns, *sums, *scale, *zero; /* sums of the columns */
-    float *gain, *best_scale, *best_zero;
-    Py_ssize_t size, count;
-    float qmin, qmax, mean; /* the limits of the integers, and the squared mean of the inputs */
-    int fits;               /* true if the scale becomes that of least squares */
-} Trial;
+    const float *values, *factors, *neighbors; /* neighbors: (neighbor_count, 2), a factor and a step of the zero point */
+    Py_ssize_t length, inner, size, factor_count, neighbor_count;
+    float qmin, qmax, mean, middle, smallest; /* the squared mean of the inputs, symmetric zero point, smallest scale */
+    int symmetric, power_of_two;
+} Search;
 
-enum { TILE = 256 }; /* blocks whose sums fit into the L1 cache */
+enum {
+    TILE = 128, /* blocks that are searched at once */
+    GROUP = 32  /* blocks whose sums stay in registers */
+};
+
+/* A tile of blocks, and the best params of each. */
+typedef struct {
+    float *columns; /* (size, TILE) */
+    float low[TILE], high[TILE], sums[TILE], scale[TILE], zero[TILE], gain[TILE], best_scale[TILE], best_zero[TILE];
+    float unit[TILE];
+} Tile;
 
 static const float FLOAT_ROUNDS = 12582912.0F; /* 1.5 * 2**23: adding it rounds a number to an integer */
 
-/* Keep the params of the tile's blocks whose gain is the largest so far. Each operation is that of try_block_params in
- * block_search.py, in the same order, so that the results have the same bits.
- */
-static INLINE void try_tile(const Trial *t, Py_ssize_t start, Py_ssize_t n)
+static INLINE float clip(float value, float low, float high)
 {
-    float code_sums[TILE] = {0}, products[TILE] = {0}, powers[TILE] = {0}, low[TILE], high[TILE];
-    const float *scale = t->scale + start, *zero = t->zero + start;
-    for (Py_ssize_t k = 0; k < n; k++) {
-        low[k] = t->qmin - zero[k];
-        high[k] = t->qmax - zero[k];
+    value = value > low ? value : low;
+    return value < high ? value : high;
+}
+
+/* The power of two of a positive float32, which is at most the number; the next one above it if `rounds_up`. */
+static INLINE float power_of_two(float number, int rounds_up)
+{
+    uint32_t bits, power;
+    memcpy(&bits, &number, sizeof bits);
+    power = bits & 0x7F800000;
+    if (!power) /* denormal: its highest bit */
+        for (power = bits; power & (power - 1);)
+            power &= power - 1;
+    if (rounds_up && power != bits)
+        power += 0x00800000;
+    memcpy(&number, &power, sizeof number);
+    return number;
+}
+
+/* Keep the params of the group's blocks whose gain is the largest so far. Each operation is that of
+ * _search_chunk in block_search.py, in the same order, so that the results have the same bits.
+ */
+static INLINE void try_group(const Search *s, Tile *t, Py_ssize_t start)
+{
+    float code_sums[GROUP] = {0}, products[GROUP] = {0}, powers[GROUP] = {0}, low[GROUP], high[GROUP], inverse[GROUP];
+    for (int k = 0; k < GROUP; k++) {
+        low[k] = s->qmin - t->zero[start + k];
+        high[k] = s->qmax - t->zero[start + k];
+        inverse[k] = 1 / t->scale[start + k];
     }
-    for (Py_ssize_t i = 0; i < t->size; i++) {
-        const float *values = t->columns + i * t->count + start;
-        for (Py_ssize_t k = 0; k < n; k++) {
-            float code = values[k] / scale[k];
-            code = code > low[k] ? code : low[k]; /* the limits are integers, so that the order of both does not count */
-            code = code < high[k] ? code : high[k];
-            code = code + FLOAT_ROUNDS - FLOAT_ROUNDS;
+    for (Py_ssize_t i = 0; i < s->size; i++) {
+        const float *values = t->columns + i * TILE + start;
+        for (int k = 0; k < GROUP; k++) {
+            /* the limits are integers, so that rounding may follow */
+            const float code = clip(values[k] * inverse[k], low[k], high[k]) + FLOAT_ROUNDS - FLOAT_ROUNDS;
             code_sums[k] += code;
             products[k] += code * values[k];
             powers[k] += code * code;
         }
     }
-    for (Py_ssize_t k = 0; k < n; k++) {
-        const float share = t->mean * code_sums[k], product = products[k] + share * t->sums[start + k];
+    for (int k = 0; k < GROUP; k++) {
+        const Py_ssize_t at = start + k;
+        const float share = s->mean * code_sums[k], product = products[k] + share * t->sums[at];
         const float power = powers[k] + share * code_sums[k], divisor = power > 1 ? power : 1;
-        const float best = t->fits && product > 0 ? product / divisor : scale[k];
+        const float best = !s->power_of_two && product > 0 ? product / divisor : t->scale[at];
         const float gain = best * (2 * product - best * power);
-        if (gain > t->gain[start + k]) {
-            t->gain[start + k] = gain;
-            t->best_scale[start + k] = best;
-            t->best_zero[start + k] = zero[k];
+        const int is_better = gain > t->gain[at];
+        t->gain[at] = is_better ? gain : t->gain[at];
+        t->best_scale[at] = is_better ? best : t->best_scale[at];
+        t->best_zero[at] = is_better ? t->zero[at] : t->best_zero[at];
+    }
+}
+
+static INLINE void try_tile(const Search *s, Tile *t)
+{
+    for (int k = 0; k < TILE; k++) {
+        t->scale[k] = t->scale[k] > s->smallest ? t->scale[k] : s->smallest;
+        if (s->power_of_two)
+            t->scale[k] = power_of_two(t->scale[k], 1);
+    }
+    for (Py_ssize_t start = 0; start < TILE; start += GROUP)
+        try_group(s, t, start);
+}
+
+/* Copy `count` blocks from the one at `first` on to the columns, divide them by powers of two, and find their limits. */
+static INLINE void read_tile(const Search *s, Tile *t, Py_ssize_t first, Py_ssize_t count)
+{
+    const Py_ssize_t blocks = (s->length + s->size - 1) / s->size;
+    Py_ssize_t place[TILE], valid[TILE], shortest = s->size;
+    for (Py_ssize_t k = 0; k < TILE; k++) {
+        const Py_ssize_t index = first + (k < count ? k : 0), row = index / s->inner, block = row % blocks * s->size;
+        place[k] = (row / blocks * s->length + block) * s->inner + index % s->inner;
+        valid[k] = s->length - block < s->size ? s->length - block : s->size;
+        shortest = valid[k] < shortest ? valid[k] : shortest;
+    }
+    const int is_row = count == TILE && place[TILE - 1] - place[0] == TILE - 1; /* consecutive elements of the weight */
+    float largest[TILE] = {0};
+    for (Py_ssize_t i = 0; i < s->size; i++) {
+        float *column = t->columns + i * TILE;
+        if (is_row && i < shortest)
+            memcpy(column, s->values + place[0] + i * s->inner, TILE * sizeof *column);
+        else
+            for (int k = 0; k < TILE; k++)
+                column[k] = i < valid[k] ? s->values[place[k] + i * s->inner] : 0;
+        for (int k = 0; k < TILE; k++) {
+            const float size = column[k] < 0 ? -column[k] : column[k];
+            largest[k] = size > largest[k] ? size : largest[k];
         }
     }
+    for (int k = 0; k < TILE; k++) {
+        t->unit[k] = largest[k] > 0 ? power_of_two(largest[k], 0) : 0;
+        largest[k] = largest[k] > 0 ? t->unit[k] : 1;
+        t->low[k] = t->high[k] = t->sums[k] = 0;
+        t->gain[k] = -1;
+        t->best_scale[k] = 1;
+        t->best_zero[k] = 0;
+    }
+    for (Py_ssize_t i = 0; i < s->size; i++)
+        for (int k = 0; k < TILE; k++) {
+            const float value = t->columns[i * TILE + k] / largest[k];
+            t->columns[i * TILE + k] = value;
+            t->sums[k] += value;
+            t->low[k] = value < t->low[k] ? value : t->low[k];
+            t->high[k] = value > t->high[k] ? value : t->high[k];
+        }
 }
 
-static void try_all(const Trial *t)
+static INLINE void search_tile(const Search *s, Tile *t)
 {
-    for (Py_ssize_t start = 0; start < t->count; start += TILE)
-        try_tile(t, start, t->count - start < TILE ? t->count - start : TILE);
+    const float above = s->qmax - s->middle, below = s->qmin - s->middle, steps = s->qmax - s->qmin;
+    for (Py_ssize_t i = 0; i < s->factor_count; i++) {
+        const float factor = s->factors[i];
+        for (int k = 0; k < TILE; k++) {
+            const float high = t->high[k] / above, low = t->low[k] / below;
+            if (s->symmetric) {
+                t->scale[k] = (high > low ? high : low) * factor;
+                t->zero[k] = s->middle;
+            } else {
+                const float scale = (t->high[k] - t->low[k]) / steps * factor;
+                t->scale[k] = scale > s->smallest ? scale : s->smallest;
+                t->zero[k] = clip(s->qmin - t->low[k] * factor / t->scale[k], s->qmin, s->qmax) + FLOAT_ROUNDS - FLOAT_ROUNDS;
+            }
+        }
+        try_tile(s, t);
+    }
+    for (Py_ssize_t i = 0; i < s->neighbor_count; i++) {
+        const float factor = s->neighbors[2 * i], step = s->neighbors[2 * i + 1];
+        if (s->symmetric && step != 0)
+            continue;
+        for (int k = 0; k < TILE; k++) {
+            t->scale[k] = t->best_scale[k] * factor;
+            t->zero[k] = clip(t->best_zero[k] + step, s->qmin, s->qmax);
+        }
+        try_tile(s, t);
+    }
+}
+
+/* Write the scale, zero point and power of two of all blocks, each (count,). */
+static INLINE void search_all(const Search *s, Tile *t, Py_ssize_t count, float *results)
+{
+    for (Py_ssize_t start = 0; start < count; start += TILE) {
+        const Py_ssize_t n = count - start < TILE ? count - start : TILE;
+        read_tile(s, t, start, n);
+        search_tile(s, t);
+        memcpy(results + start, t->best_scale, n * sizeof *results);
+        memcpy(results + count + start, t->best_zero, n * sizeof *results);
+        memcpy(results + 2 * count + start, t->unit, n * sizeof *results);
+    }
 }
 
 #ifdef HAS_AVX2
-__attribute__((target("avx2"))) static void try_all_avx2(const Trial *t)
+__attribute__((target("avx2"))) static void search_all_avx2(const Search *s, Tile *t, Py_ssize_t count, float *results)
 {
-    for (Py_ssize_t start = 0; start < t->count; start += TILE)
-        try_tile(t, start, t->count - start < TILE ? t->count - start : TILE);
+    search_all(s, t, count, results);
+}
+
+__attribute__((target("avx512f"))) static void search_all_avx512(
+    const Search *s, Tile *t, Py_ssize_t count, float *results)
+{
+    search_all(s, t, count, results);
 }
 #endif
 
-static PyObject *try_params(PyObject *module, PyObject *arguments)
+static PyObject *search_blocks(PyObject *module, PyObject *arguments)
 {
-    Py_buffer columns, params, best; /* float32 (size, count), (3, count) and (3, count) */
-    Trial t;
+    Py_buffer values, results, factors, neighbors; /* float32, of which only the results are written, (3, count) */
+    Search s;
+    Tile tile;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*y*w*fffp:try_params", &columns, &params, &best, &t.qmin, &t.qmax, &t.mean,
-                          &t.fits))
+    if (!PyArg_ParseTuple(arguments, "y*w*y*y*(nnn)(fffff)pp:search_blocks", &values, &results, &factors, &neighbors,
+                          &s.length, &s.inner, &s.size, &s.qmin, &s.qmax, &s.mean, &s.middle, &s.smallest, &s.symmetric,
+                          &s.power_of_two))
         return NULL;
-    PyObject *result = NULL;
-    t.count = params.len / 12;
-    t.size = t.count ? columns.len / 4 / t.count : 0;
-    if (t.count < 1 || params.len != t.count * 12 || best.len != params.len || columns.len != t.size * t.count * 4) {
-        PyErr_SetString(PyExc_ValueError, "try_params: the arrays do not fit each other");
+    const Py_ssize_t count = results.len / 12;
+    const int fits = s.length > 0 && s.inner > 0 && s.size > 0 && results.len == count * 12
+        && values.len % (4 * s.length * s.inner) == 0 && factors.len % 4 == 0 && neighbors.len % 8 == 0
+        && count == values.len / 4 / s.length * ((s.length + s.size - 1) / s.size);
+    tile.columns = fits ? PyMem_Malloc(s.size * TILE * sizeof *tile.columns) : NULL;
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "search_blocks: the arrays do not fit each other");
+    } else if (!tile.columns) {
+        PyErr_NoMemory();
     } else {
-        t.columns = columns.buf;
-        t.sums = params.buf;
-        t.scale = t.sums + t.count;
-        t.zero = t.scale + t.count;
-        t.gain = best.buf;
-        t.best_scale = t.gain + t.count;
-        t.best_zero = t.best_scale + t.count;
+        s.values = values.buf;
+        s.factors = factors.buf;
+        s.factor_count = factors.len / 4;
+        s.neighbors = neighbors.buf;
+        s.neighbor_count = neighbors.len / 8;
         Py_BEGIN_ALLOW_THREADS
 #ifdef HAS_AVX2
-        if (__builtin_cpu_supports("avx2"))
-            try_all_avx2(&t);
+        if (__builtin_cpu_supports("avx512f"))
+            search_all_avx512(&s, &tile, count, results.buf);
+        else if (__builtin_cpu_supports("avx2"))
+            search_all_avx2(&s, &tile, count, results.buf);
         else
 #endif
-            try_all(&t);
+            search_all(&s, &tile, count, results.buf);
         Py_END_ALLOW_THREADS
-        Py_INCREF(Py_None);
-        result = Py_None;
     }
-    PyBuffer_Release(&columns);
-    PyBuffer_Release(&params);
-    PyBuffer_Release(&best);
-    return result;
+    const int succeeded = tile.columns != NULL;
+    PyMem_Free(tile.columns);
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&results);
+    PyBuffer_Release(&factors);
+    PyBuffer_Release(&neighbors);
+    if (!succeeded)
+        return NULL;
+    Py_INCREF(Py_None);
+    return Py_None;
 }
 
 static PyMethodDef methods[] = {
@@ -549,8 +683,8 @@ static PyMethodDef methods[] = {
     {"squared_errors", squared_errors, METH_VARARGS,
      "squared_errors(pieces, candidates, errors): see graphquant.observers.distribution."},
     {"squares", squares, METH_VARARGS, "squares(expected, actual): see sum_squares_numpy in histogram_kernel."},
-    {"try_params", try_params, METH_VARARGS,
-     "try_params(columns, params, best, qmin, qmax, mean, fits): see try_block_params in block_search."},
+    {"search_blocks", search_blocks, METH_VARARGS,
+     "search_blocks(values, results, factors, neighbors, sizes, numbers, symmetric, power_of_two): see block_search."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,13 +12,14 @@ an asymmetric type also has the better of both signs.
 
 from __future__ import annotations
 
-import os
+import math
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from graphquant.numerics import (
+    EXACT_BITS,
     LARGEST_VALUE,
     SMALL_BITS,
     SMALLEST_SCALE,
@@ -26,8 +27,10 @@ from graphquant.numerics import (
     QParams,
     QuantizationGrid,
     block_scale_shape,
-    iter_blocks,
+    map_slabs,
     qparams_from_scale,
+    row_slices,
+    split_blocks,
 )
 from graphquant.observers import histogram_kernel
 
@@ -43,10 +46,7 @@ SQUARED_MEAN: Final = np.float32(0.05)
 """Squared mean of the inputs relative to their variance, which is not known without data: 0 behind a LayerNorm without
 bias, 0.47 for the positive half of a normal distribution. docs/decisions/0062-algorithms.md has the effect."""
 
-MIN_PARALLEL_ELEMENTS: Final = 1 << 22  # number of values from which threads search the chunks of a weight
-SEARCH_THREADS: Final = min(4, os.cpu_count() or 1)
-
-CHUNK_ELEMENTS: Final = 1 << 17  # values that are searched at once, so that temporary arrays fit into the cache
+CHUNK_ELEMENTS: Final = 1 << 17  # values that numpy searches at once, so that temporary arrays fit into the cache
 
 
 def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: int) -> QParams:
@@ -54,42 +54,41 @@ def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: 
 
     On blocks of normal values, the squared error is within 0.15 dB of the least one. `grid` has an integer type.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
-    results: list[tuple[Array, Array]] = []
-    step, search = max(CHUNK_ELEMENTS // block, 1), partial(_search_chunk, grid=grid)
-    with ThreadPoolExecutor(SEARCH_THREADS) as pool:
-        # numpy computes without the lock of the interpreter, and no chunk depends on another one.
-        compute = pool.map if value.size >= MIN_PARALLEL_ELEMENTS else map
-        for blocks in iter_blocks(value, axis, block):
-            results += compute(search, [blocks[start : start + step] for start in range(0, len(blocks), step)])
-    scales, zero_points = zip(*results, strict=True)
-    shape = block_scale_shape(value.shape, axis, block)
-    scale, zero_point = (np.concatenate(parts).reshape(shape) for parts in (scales, zero_points))
+    slabs = [value[rows] for rows in row_slices(value.shape, block if axis == 0 else 1, CHUNK_ELEMENTS)]
+    results = map_slabs(partial(_search_slab, grid=grid, axis=axis, block=block), slabs, value.size)
+    scale, zero_point = map(np.concatenate, zip(*results, strict=True))
     return qparams_from_scale(scale, zero_point, grid.type, narrow=grid.narrow, axis=axis, block=block)
 
 
-def try_block_params_numpy(
-    columns: Array, params: Array, best: Array, qmin: float, qmax: float, squared_mean: float, fits: bool
-) -> None:
-    """Try a scale and zero point on each column of `columns` (block, N), and update the gains, scales and zero points.
+def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> tuple[Array, Array]:
+    """Return scale, float32, and zero point, int8 for few bits and else int32, of each block of some rows."""
+    (qmin, qmax), shape = grid.type.limits(narrow=grid.narrow), block_scale_shape(slab.shape, axis, block)
+    values, results = np.ascontiguousarray(slab, np.float32), np.empty((3, math.prod(shape)), np.float32)
+    shrink = SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ())
+    kernel, factors = histogram_kernel.search_blocks, np.array(shrink, np.float32)
+    if kernel is not None and grid.type.bits <= EXACT_BITS:
+        sizes, neighbors = (slab.shape[axis], math.prod(slab.shape[axis + 1 :]), block), np.array(NEIGHBORS, np.float32)
+        numbers = qmin, qmax, SQUARED_MEAN, grid.type.symmetric_zero_point, SMALLEST_RELATIVE_SCALE
+        kernel(values, results, factors, neighbors, sizes, numbers, grid.symmetric, grid.power_of_two)
+    else:
+        blocks, step = split_blocks(values, axis, block), max(CHUNK_ELEMENTS // block, 1)
+        for start in range(0, len(blocks), step):
+            results[:, start : start + step] = _search_chunk(blocks[start : start + step], grid, factors)
+    best_scale, best_zero, unit = (result.reshape(shape) for result in results)
+    farthest_step = np.maximum(best_zero - qmin, qmax - best_zero)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = np.clip(
+            best_scale.astype(np.float64) * unit, SMALLEST_SCALE, LARGEST_VALUE * FLOAT32_ROUNDING / farthest_step
+        )
+    zero_type = np.int8 if grid.type.bits <= SMALL_BITS else np.int32
+    return np.where(unit > 0, scale, 1.0).astype(np.float32), best_zero.astype(zero_type)
 
-    `params` has the sums of the columns, the scales and the zero points, float32 (3, N), and `best` the largest gains
-    and their params. If `fits`, the scale becomes the one of least squares for the integers.
+
+def _search_chunk(blocks: Array, grid: QuantizationGrid, factors: Array) -> Array:
+    """Return scale, zero point and unit of the scale, float32 (3, N), of each row of `blocks` (N, block), as in C.
+
+    The unit is 0 if all values are.
     """
-    sums, scale, zero = params
-    codes = np.clip(np.rint(columns / scale), np.float32(qmin) - zero, np.float32(qmax) - zero)
-    code_sums, mean = codes.sum(0), np.float32(squared_mean)
-    products = np.einsum("ij,ij->j", codes, columns) + mean * code_sums * sums
-    powers = np.einsum("ij,ij->j", codes, codes) + mean * code_sums * code_sums
-    if fits:
-        scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
-    gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
-    np.copyto(best, np.stack([gain, scale, zero]), where=gain > best[0])
-
-
-def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
-    """Return scale, float32, and zero point, int8 for few bits and else int32, of each row of `blocks` (N, block)."""
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
     # Blocks are columns: sums over a block add rows, which is fast, and a scale broadcasts along the last axis.
     columns = np.ascontiguousarray(blocks.T, np.float32)
@@ -97,36 +96,34 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid) -> tuple[Array, Array]:
     unit = np.ldexp(np.float32(1), np.frexp(np.abs(columns).max(0))[1] - 1)
     columns = columns / unit
     low, high = np.minimum(columns.min(0), 0), np.maximum(columns.max(0), 0)
-    # Rows: the sums, and the scales and zero points to try; the gains, scales and zero points of the best trials.
-    params, best = np.empty((3, len(blocks)), np.float32), np.zeros((3, len(blocks)), np.float32)
-    params[0], best[0], best[1] = columns.sum(0), -1, 1
+    sums, best = columns.sum(0), np.zeros((3, len(blocks)), np.float32)  # gains, scales and zero points
+    best[0], best[1] = -1, 1
     best_scale, best_zero = best[1:]
 
     def try_params(scale: Array, zero: Array) -> None:
         """Keep the params of the blocks whose error is the least so far, with the best scale for their integers."""
-        np.maximum(scale, SMALLEST_RELATIVE_SCALE, out=params[1])
-        params[2] = zero
+        scale = np.maximum(scale, SMALLEST_RELATIVE_SCALE)
         if grid.power_of_two:
-            mantissa, exponent = np.frexp(params[1])
-            params[1] = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
-        try_kernel = histogram_kernel.try_params or try_block_params_numpy
-        try_kernel(columns, params, best, qmin, qmax, float(SQUARED_MEAN), not grid.power_of_two)
+            mantissa, exponent = np.frexp(scale)
+            scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))  # noqa: PLR2004  # frexp's smallest mantissa
+        codes = np.clip(np.rint(columns * (1 / scale)), qmin - zero, qmax - zero)
+        code_sums = codes.sum(0)
+        products = np.einsum("ij,ij->j", codes, columns) + SQUARED_MEAN * code_sums * sums
+        powers = np.einsum("ij,ij->j", codes, codes) + SQUARED_MEAN * code_sums * code_sums
+        if not grid.power_of_two:
+            scale = np.where(products > 0, products / np.maximum(powers, 1), scale)
+        gain = scale * (2 * products - scale * powers)  # expected error with all integers 0, less that of these
+        np.copyto(best, np.stack([gain, scale, zero]), where=gain > best[0])
 
-    for factor in SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ()):
+    for factor in factors:
         if grid.symmetric:
             zero = np.full_like(low, grid.type.symmetric_zero_point)
-            scale = np.maximum(high / (qmax - zero), low / (qmin - zero)) * np.float32(factor)
+            scale = np.maximum(high / (qmax - zero), low / (qmin - zero)) * factor
         else:
-            scale = np.maximum((high - low) / (qmax - qmin) * np.float32(factor), SMALLEST_RELATIVE_SCALE)
-            zero = np.clip(np.rint(qmin - low * np.float32(factor) / scale), qmin, qmax)
+            scale = np.maximum((high - low) / (qmax - qmin) * factor, SMALLEST_RELATIVE_SCALE)
+            zero = np.clip(np.rint(qmin - low * factor / scale), qmin, qmax)
         try_params(scale, zero)
     for factor, step in NEIGHBORS:
         if not (grid.symmetric and step):
             try_params(best_scale * np.float32(factor), np.clip(best_zero + step, qmin, qmax))
-    farthest_step = np.maximum(best_zero - qmin, qmax - best_zero)
-    with np.errstate(over="ignore", under="ignore"):
-        scale = np.clip(
-            best_scale.astype(np.float64) * unit, SMALLEST_SCALE, LARGEST_VALUE * FLOAT32_ROUNDING / farthest_step
-        )
-    zero_type = np.int8 if grid.type.bits <= SMALL_BITS else np.int32
-    return np.where(high > low, scale, 1.0).astype(np.float32), best_zero.astype(zero_type)
+    return np.stack([best_scale, best_zero, np.where(high > low, unit, 0)])

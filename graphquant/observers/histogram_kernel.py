@@ -1,6 +1,6 @@
 """Count values in the bins of a histogram, in C, or in numpy if the extension was not compiled. Results are identical.
 
-The extension also computes sums of squares and squared errors, and tries scales and zero points of blocks.
+The extension also computes sums of squares and squared errors, and searches scales and zero points of blocks.
 
 A table has one entry for each possible bin: the number of values times 2**40, plus the sum of their dropped mantissa
 bits. The system commits a page of a table when it is first written. The memory for a tensor is therefore 1 KiB with 7
@@ -93,9 +93,9 @@ sum_squares: Callable[[Array, Array], tuple[float, float]] = sum_squares_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
 """Computes the sums of squared errors, (C,), from the pieces of a distribution, (8, K + 1), and the scale, smallest and
 largest integer of each candidate, (C, 3); see `Distribution.squared_error`. None if the extension was not compiled."""
-try_params: Callable[[Array, Array, Array, float, float, float, bool], None] | None = None
-"""Tries a scale and zero point on each block of a weight, like `try_block_params_numpy` of `block_search`. None if the
-extension was not compiled."""
+search_blocks: Callable[..., None] | None = None
+"""Searches the scales and zero points of blocks like `_search_chunk` of `block_search`. None if the extension was not
+compiled."""
 TRUNCATED = (
     "error: A file became shorter while it was read, such as the external data of the model. Copy it again, and change"
     " no file during a run.\n"
@@ -128,7 +128,7 @@ try:
     compiled = import_module("graphquant.observers._fill")
     count_values, count_all_values, sum_squares = compiled.fill, compiled.fill_all, compiled.squares
     squared_errors = compiled.squared_errors
-    try_params = compiled.try_params
+    search_blocks = compiled.search_blocks
 except (ImportError, AttributeError):  # there was no C compiler during installation, or the extension is older
     _handle_truncation()
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from graphquant.quantize.rewrite import InsertedPair
     from graphquant.utils import Progress
 
+MAX_EXAMINED_BYTES = 1 << 28  # size of all constants; onnxruntime makes up to four copies to tell how it runs each op
 SIZE_BUDGET_RULE = "size-budget"  # rule of weights with a chosen bit width
 
 
@@ -154,6 +155,13 @@ def model_constant_bytes(model: Model) -> int:
         if output is not None and output.shape is not None and output.dtype is not None:
             total += math.ceil(math.prod(dim or 0 for dim in output.shape) * _element_bits(output.dtype) / 8)
     return total
+
+
+def can_examine(model: Model) -> bool:
+    """Return True if `insert` asks how onnxruntime runs each op, for which it copies all folded weights as float32."""
+    dequantized = (op for _, op in model.reachable_ops() if (op.fused_attrs or {}).get("form") == FOLDED_FORM)
+    folded = sum(math.prod(dim or 0 for dim in op.outputs[0].shape or ()) for op in dequantized)
+    return model.traits.judgeable and model_constant_bytes(model) + 4 * folded <= MAX_EXAMINED_BYTES
 
 
 def _element_bits(dtype: str) -> int:

@@ -29,7 +29,6 @@ from graphquant.numerics import (
     broadcast_to_tensor,
     parse_type,
     qparams_from_scale,
-    quantize_rows_to_dtype,
     quantize_to_dtype,
     split_block_scales,
 )
@@ -322,10 +321,11 @@ def _new_integer_constant(
     params = site.static_params
 
     def read_integers() -> Array:
-        shape = fully_known_shape(site.shape)
-        if site.read_rows is not None and shape:
-            return quantize_rows_to_dtype(site.read_rows, shape, params, integer_dtype)
-        return quantize_to_dtype(read_value(), params, integer_dtype)
+        read_rows, shape = site.read_rows, fully_known_shape(site.shape)
+        if read_rows is None or not shape:
+            value = read_value()
+            read_rows, shape = value.__getitem__, value.shape
+        return quantize_to_dtype(read_rows, shape, params, integer_dtype)
 
     return new_op(
         graph,

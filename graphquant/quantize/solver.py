@@ -6,12 +6,9 @@ work of another: tied sites stay tied, scales only grow, and biases, which depen
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 
@@ -35,9 +32,10 @@ from graphquant.numerics import (
     Range,
     block_scale_shape,
     broadcast_along_axis,
-    iter_blocks,
     qparams_from_scale,
     round_scale_to_float16,
+    row_slices,
+    split_blocks,
 )
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, search_block_params, sketch_values
 from graphquant.quantize.limits import meet_limits
@@ -59,7 +57,6 @@ from graphquant.quantize.ties import (
     solve_block_scales,
 )
 from graphquant.utils import MEGABYTE
-from graphquant.utils.atomic_files import finished_part, write_file
 
 # The range of each site by itself: from the plan, the rule, the weight's value or the calibration data.
 
@@ -143,28 +140,11 @@ def _has_explicit_range(site: Site) -> bool:
 
 
 def _search_blocks(state: SolverState, index: int) -> QParams:
-    """Return scale and zero point of each block of a weight, of least squared error.
-
-    A command that can be resumed keeps them under a digest of the weight and of the scheme.
-    """
+    """Return scale and zero point of each block of a weight, of least squared error."""
     site, value = state.sites[index], _read_quantizable_weight(state, index)
-    grid, axis, block = site.scheme.grid, site.axis, site.scheme.block_size
-    if axis is None or block is None:
+    if site.axis is None or site.scheme.block_size is None:
         raise InternalError(f"the blocks of {site.tensor} have no axis or no size.")
-    if finished_part("") is None:
-        return search_block_params(value, grid, axis, block)
-    key = hashlib.sha256(repr((grid, axis, block, value.dtype.name, value.shape)).encode())
-    key.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    path = finished_part(key.hexdigest()) or Path()
-    content = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(content[key.digest_size :]).digest() != content[: key.digest_size]:
-        params, buffer = search_block_params(value, grid, axis, block), BytesIO()
-        np.savez(buffer, scale=params.scale, zero_point=params.zero_point)
-        content = hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
-        write_file(path, content)
-    with np.load(BytesIO(content[key.digest_size :])) as arrays:
-        scale, zero = arrays["scale"], arrays["zero_point"]
-    return qparams_from_scale(scale, zero, grid.type, narrow=grid.narrow, axis=axis, block=block)
+    return search_block_params(value, site.scheme.grid, site.axis, site.scheme.block_size)
 
 
 def _read_weight(state: SolverState, site: Site) -> Array | None:
@@ -182,13 +162,16 @@ def _read_weight(state: SolverState, site: Site) -> Array | None:
     return value
 
 
-def _check_weight_is_finite(value: Array | None, site: Site) -> None:
-    """Refuse a weight that is not finite: quantizing it with any scale would hide that."""
-    if value is not None and value.dtype.name in FLOAT_TYPES:
-        ends = weight_ends(value)
-        if np.isinf(ends).any() and not np.isnan(ends).any():
-            raise DataError(TAKES_INFINITE_VALUES)
+def _check_weight_is_finite(value: Array | None, site: Site) -> float:
+    """Refuse a weight that is not finite, which any scale would hide. Return the largest magnitude of a finite one."""
+    if value is None or value.dtype.name not in FLOAT_TYPES or not value.size:
+        return 0.0
+    low, high = weight_ends(value)  # no array of magnitudes, which would be as large as the weight
+    if np.isinf([low, high]).any() and not np.isnan(low):
+        raise DataError(TAKES_INFINITE_VALUES)
+    if not np.isfinite([low, high]).all():
         require_finite_weight(value, site.tensor)
+    return float(max(high, -low))
 
 
 def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> Range:
@@ -266,8 +249,9 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
         value, bits = _read_quantizable_weight(state, index), observer.required_bits(site.scheme.type)
         if any(state.model.op(TensorRef(use.graph, use.op)).role(use.slot) == "input" for use in site.uses):
             _refuse_sentinel_constant(value)  # not of a weight or bias, whose scale is its own
-        if site.axis is not None and site.scheme.block_size is not None:
-            parts = [sketch_values(chunk, 0) for chunk in iter_blocks(value, site.axis, site.scheme.block_size)]
+        if site.axis is not None and (block := site.scheme.block_size) is not None:
+            slabs = (value[rows] for rows in row_slices(value.shape, block))
+            parts = [sketch_values(split_blocks(slab, site.axis, block), 0) for slab in slabs]
             low, high = (np.concatenate([getattr(part, end) for part in parts]) for end in ("low", "high"))
             return [Sketch(low=low, high=high)]
         if site.axis is None or not bits:
@@ -320,8 +304,7 @@ def _read_quantizable_weight(state: SolverState, index: int) -> Array:
         raise DataError(f"its value has type {value.dtype.name}, which is not a float type")
     if value.size == 0:
         raise DataError("it has no elements")
-    _check_weight_is_finite(value, site)
-    largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
+    largest = _check_weight_is_finite(value, site)
     if 0 < largest < SMALLEST_SCALE:
         why = f"its values, at most {largest:.3g}, are denormal and treated as zeros, as kernels do"
         state.record_change(index, why)

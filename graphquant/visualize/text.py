@@ -214,12 +214,10 @@ def _count_lines(result: Result) -> list[RenderableType]:
 
 def _runtime_lines(result: Result) -> list[RenderableType]:
     """Count the ops that the installed ONNX Runtime runs on integers, and list the first costly ones in float."""
-    # only results need them
-    from graphquant.backends.onnxruntime import MAX_EXAMINED_BYTES
-    from graphquant.optimize.size_budget import model_constant_bytes
+    from graphquant.optimize.size_budget import can_examine  # only results need it
 
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
-    if not verdicts and result.model.traits.judgeable and model_constant_bytes(result.model) > MAX_EXAMINED_BYTES:
+    if not verdicts and result.model.traits.judgeable and not can_examine(result.model):
         return [plain_line("note: the model is too large to examine how ONNX Runtime runs each op")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []

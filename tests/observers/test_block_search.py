@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graphquant.numerics import QuantizationGrid, Range, dequantize, parse_type, quantize
 from graphquant.numerics.affine import split_blocks
-from graphquant.observers import block_search, search_block_params
+from graphquant.observers import search_block_params
 from graphquant.observers.block_search import SQUARED_MEAN
 
 NORMAL = np.random.default_rng(0).standard_normal((1024, 96)).astype(np.float32)
@@ -112,7 +112,7 @@ def test_threads_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.random.default_rng(4).standard_normal((1024, 1030), np.float32)
     grid = QuantizationGrid(type=parse_type("uint4"), symmetric=False)
     serial = search_block_params(weight, grid, 0, 32)
-    monkeypatch.setattr(block_search, "MIN_PARALLEL_ELEMENTS", 0)
+    monkeypatch.setattr("graphquant.numerics.affine.MIN_PARALLEL_ELEMENTS", 0)
     threads = search_block_params(weight, grid, 0, 32)
     assert threads.scale.tobytes() == serial.scale.tobytes()
     assert threads.zero_point.tobytes() == serial.zero_point.tobytes()
@@ -129,16 +129,33 @@ def test_both_kernels_search_the_same(
     weight[:, ::7] = 0
     grid = QuantizationGrid(type=parse_type(dtype), symmetric=dtype.startswith("int"), power_of_two=power_of_two)
     results = []
-    for kernel in (extension.try_params, None):
-        monkeypatch.setattr("graphquant.observers.histogram_kernel.try_params", kernel)
+    for kernel in (extension.search_blocks, None):
+        monkeypatch.setattr("graphquant.observers.histogram_kernel.search_blocks", kernel)
         results.append(search_block_params(weight, grid, 0, 32))
     assert results[0].scale.tobytes() == results[1].scale.tobytes()
     assert results[0].zero_point.tobytes() == results[1].zero_point.tobytes()
 
 
-def test_trials_of_other_shapes(extension) -> None:
+@pytest.mark.parametrize(("shape", "axis", "block"), [((3, 70, 5), 1, 32), ((6, 100), 1, 32), ((100, 6), 0, 64)])
+def test_kernels_agree_on_partial_blocks(
+    monkeypatch: pytest.MonkeyPatch, extension, shape: tuple[int, ...], axis: int, block: int
+) -> None:
+    """Along any axis, the last block may be partial, and values may be denormal, huge or of another type."""
+    value = np.random.default_rng(1).standard_normal(shape) * np.float64(2.0) ** np.random.default_rng(2).integers(
+        -140, 120, (*shape[:-1], 1)
+    )
+    grid, results = QuantizationGrid(type=parse_type("uint4"), symmetric=False), []
+    for weight in (value, value.astype(np.float32)):
+        for kernel in (extension.search_blocks, None):
+            monkeypatch.setattr("graphquant.observers.histogram_kernel.search_blocks", kernel)
+            params = search_block_params(weight, grid, axis, block)
+            results.append((params.scale.tobytes(), params.zero_point.tobytes()))
+    assert results == results[:1] * 4
+
+
+def test_search_of_other_shapes(extension) -> None:
     """Arrays that do not fit each other are rejected."""
-    columns, params = np.ones((32, 4), np.float32), np.ones((3, 4), np.float32)
-    for sizes in ((columns, params, params[:2].copy()), (columns.ravel()[:-1], params, params.copy())):
+    values, results, pairs = np.ones((32, 4), np.float32), np.ones((3, 4), np.float32), np.ones((1, 2), np.float32)
+    for arrays in ((values[:31].copy(), results), (values, results[:, :3].copy()), (values.ravel()[:-1], results)):
         with pytest.raises(ValueError, match="fit"):
-            extension.try_params(*sizes, 0, 15, 0, True)
+            extension.search_blocks(*arrays, pairs, pairs, (32, 4, 16), (0, 15, 0, 8, 1e-6), False, False)

@@ -295,3 +295,21 @@ def test_a_format_that_keeps_weights_float_gets_no_smaller(samples: Path) -> Non
     data = str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(samples / "digits_cnn.pb", data=data, samples=40, min_sqnr=20, optimize="size")
     assert (inserted_result.search.size, inserted_result.search.failures) == (None, ())
+
+
+def test_folded_weights_are_examined_as_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime computes folded weights as float32 when it loads a model, so that these count with four bytes."""
+    weight = onnx.numpy_helper.from_array(np.random.default_rng(0).standard_normal((64, 64), np.float32), "w")
+    ends = [[onnx.helper.make_tensor_value_info(name, 1, [4, 64])] for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ends, [weight])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
+        tmp_path / "m.onnx",
+    )
+    for rules, floats in (("weight_only_int4", 64 * 64), ("weight_only", 0)):
+        result = gq.insert(tmp_path / "m.onnx", rules=rules, validate=False)
+        limit = model_constant_bytes(result.model) + 4 * floats
+        monkeypatch.setattr(size_budget, "MAX_EXAMINED_BYTES", limit)
+        assert size_budget.can_examine(result.model)
+        monkeypatch.setattr(size_budget, "MAX_EXAMINED_BYTES", limit - 1)
+        assert not size_budget.can_examine(result.model)

@@ -25,6 +25,7 @@ from graphquant.formats.onnx.tensors import (
     constant_op_value,
     constant_tensor,
     is_external,
+    read_slabs,
     stored_bytes,
     tensor_bytes,
     tensor_value,
@@ -209,15 +210,12 @@ def write_external_weights(
             continue
         start = file.tell() + -file.tell() % ALIGNMENT
         if not file.skip_to(start + tensor_bytes(tensor)):
-            value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
-            packed = value.dtype.name in SUB_BYTE_BITS
             file.write(bytes(start - file.tell()))
-            # As ONNX stores the elements, without a copy where possible.
-            file.write(
-                numpy_helper.from_array(value).raw_data
-                if packed
-                else np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-            )
+            for value in read_slabs(tensor, folder) if op is None else [_deferred_value(op)]:
+                if value.dtype.name in SUB_BYTE_BITS:
+                    file.write(numpy_helper.from_array(value).raw_data)
+                else:  # as ONNX stores the elements, without a copy where possible
+                    file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             file.finish_tensor()
         if progress is not None:
             progress(file.tell() // MEGABYTE, max(total, file.tell()) // MEGABYTE)

@@ -21,7 +21,7 @@ from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, fully_known_shape
-from graphquant.numerics import rows_per_slab
+from graphquant.numerics import row_slices
 from graphquant.qdq import (
     DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
@@ -182,12 +182,11 @@ class MatrixLayout:
         values = values.T if self.transposed else values.reshape(self.rows, -1)
         size = self.blocks * self.block
         packed = np.empty((self.rows, -(-size * self.bits // BITS_PER_BYTE)), np.uint8)
-        step = rows_per_slab(values.shape, 1)
-        for start in range(0, self.rows, step):  # copies of the whole weight would need twice its memory
-            slab = values[start : start + step]
+        for rows in row_slices(values.shape):  # copies of the whole weight would need twice its memory
+            slab = values[rows]
             padded = np.zeros((len(slab), size), np.uint8)
             padded[:, : self.columns] = _unsigned(slab, offset)
-            packed[start : start + step] = pack_elements(padded, self.bits)
+            packed[rows] = pack_elements(padded, self.bits)
         return packed.reshape(self.rows, self.blocks, -1)
 
     def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:

@@ -701,7 +701,10 @@ def _load_numbered(model: Model, options: Mapping[str, str], *, optimizes: bool)
     folder, weights = model.source.folder, dict[str, Array]()
     options, is_large = {"session.disable_prepacking": "1", **options}, exceeds_read_bytes(emission.deferred)
     if is_large and not optimizes:  # folded weights would be computed, in memory
-        options["optimization.disable_specified_optimizers"] = "ConstantFolding"
+        # Products of integer weights would become MatMulNBits with copies of these, which can fail in bodies.
+        is_plain = all(not name and all(op.kind != "quantize" for op in g.ops()) for name, g in model.graphs.items())
+        disabled = "ConstantFolding;QDQSelectorActionTransformer" if is_plain else "ConstantFolding"
+        options["optimization.disable_specified_optimizers"] = disabled
     numbered = _NumberedModel(model, emission, options, optimizes=optimizes)
     if is_large:
         store_zeros(emission.message, emission.deferred, folder, numbered.folder / "zeros")

@@ -19,6 +19,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from graphquant.errors import ModelError
 from graphquant.formats import LINKS_ADVICE
 from graphquant.ir import DataType, Op, Shape
+from graphquant.numerics import row_slices
 from graphquant.utils.text import decode_bytes
 
 if TYPE_CHECKING:
@@ -273,6 +274,15 @@ class TensorReader:
     def read_rows(self, rows: slice) -> Array:
         """Return the value of consecutive rows."""
         return _external_array(self.tensor, self.folder, rows)
+
+
+def read_slabs(tensor: Any, folder: Path | None) -> Iterator[Array]:
+    """Yield the value of a TensorProto; of external data some rows at a time. Raises ModelErrors as `tensor_value`."""
+    reader, shape = initializer_reader(tensor, folder), tuple(tensor.dims)
+    if isinstance(reader, TensorReader) and shape:
+        yield from map(reader.read_rows, row_slices(shape))
+    else:
+        yield reader()
 
 
 def _external_array(tensor: Any, folder: Path | None, rows: slice | None = None) -> Array:
