@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration.data.dataset import SAMPLE_SPANS
-from graphquant.calibration.memory import estimate_footprint
 from graphquant.errors import ModelError, UsageError
 from graphquant.optimize.algorithms import (
     MAX_ALGORITHM_SAMPLES,
@@ -94,7 +93,7 @@ MAX_PLANS = 60  # number of plans at which the progress bar is full
 MAX_SHIFT_DB = 3.0  # largest difference in dB of two ways to measure that is assumed to be the same for other plans
 
 ALGORITHM_SHARE = 0.5  # share of the work for algorithms and ranges, so that float blocks can follow
-MAX_SMALL_ELEMENTS = 1 << 22  # activation elements of a sample above which groups are measured on a quarter of samples
+MIN_SWITCHED_SHARE = 0.25  # share of the samples on which groups are measured if runs take longer than building a plan
 
 
 class MeasurementLimits(NamedTuple):
@@ -418,10 +417,6 @@ class _Repair:
         model = self._request.workspace.state.model
         return predict_rounding_work(model, plan, samples, self._request.budget.costs.macs, name)
 
-    def _calibration_work(self) -> float:
-        calibration = self._request.calibration
-        return 0.0 if calibration is None else self._request.budget.costs.calibration(calibration.count)
-
     def _is_affordable(self, work: float) -> bool:
         """Return True if a trial of other changes leaves enough work for float blocks."""
         return work <= self._request.budget.remaining - self._reserved_work
@@ -471,7 +466,8 @@ class _Repair:
         workspace, plan_work = self._workspaces[()], self._plan_work(self._current, quick=True)
         if workspace is self._request.workspace and self._request.calibration is not None:
             # The default plan may need no histograms.
-            calibration_work = 0.0 if self._request.has_stats else self._calibration_work()
+            calibration_work = self._request.budget.costs.calibration(self._request.calibration.count)
+            calibration_work = 0.0 if self._request.has_stats else calibration_work
             if not self._is_affordable(calibration_work + 2 * plan_work):
                 return
             self._request.budget.charge(calibration_work)
@@ -608,11 +604,9 @@ class _Repair:
         plan, built = self._plan(recipe, quick=True), self._build(recipe, quick=True)
         costs = self._request.budget.costs
         model, sites = self._workspace(recipe).state.model, [group.sites for group in groups]
-        elements = estimate_footprint(self._request.prepared, batch_independent=False).elements_per_sample
         # Few samples if a run takes long.
-        part = 4 if elements is None or elements > MAX_SMALL_ELEMENTS else 2
-        feeds = self._meter.feeds_by_error[: -(-len(self._meter.feeds) // part)]
-
+        share = costs.plan(0) / costs.switched(len(self._meter.feeds), 1, creates_session=False)
+        feeds = self._meter.feeds_by_error[: math.ceil(len(self._meter.feeds) * min(max(share, MIN_SWITCHED_SHARE), 1))]
         samples = replace(
             self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
         )
@@ -653,7 +647,8 @@ class _Repair:
         request, names = self._request, self._untried_algorithms(SCALING_ALGORITHMS)
         if not names or request.calibration is None or request.has_stats:
             return
-        work, calibration = request.budget.costs.algorithm * len(names), self._calibration_work()
+        costs = request.budget.costs
+        work, calibration = costs.algorithm * len(names), costs.calibration(request.calibration.count)
         if not self._is_affordable(work + calibration):
             return
         self._request.budget.charge(work)
@@ -693,7 +688,7 @@ class _Repair:
     def _search_float_blocks(self) -> None:
         """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
         base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
-        self._request.budget.release(self._final_work)  # from here, the final plan is among those that are built
+        self._request.budget.work -= self._final_work  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
         # The rest of the gap is by algorithms and by other samples, and nearly the same with more blocks in float.

@@ -36,7 +36,7 @@ ALGORITHM_SESSIONS, ALGORITHM_RUNS = 4, 64  # sessions and runs that take as lon
 PLAN_RUNS = {"onnx": 1.25, "tensorflow": 2.5}
 """Runs of a sample that take as long as one with a plan that keeps some ops in float: TensorFlow computes pairs."""
 
-SWITCHED_RUNS = 4  # runs of a sample that take as long as one of the model with switches
+SWITCHED_RUNS = {"onnx": 4.0, "tensorflow": 1.5}  # runs of a sample that take as long as one with switches
 PLAN_BYTE_SECONDS, SWITCHED_BYTE_SECONDS = 2e-10, 4e-10  # of such runs for each byte of the weights, to dequantize them
 START_SECONDS = 0.5  # start of the process, which is most of the time of a small model's calibration
 
@@ -63,7 +63,7 @@ class SearchCosts:
     observed_run: float  # run of a sample that observes all activations
     session: float  # creation of a session
     macs: Mapping[OpKey, int]  # multiply-adds of each op per sample
-    plan_runs: float = PLAN_RUNS["onnx"]
+    format: str = "onnx"  # format of the model
     constant_bytes: int  # bytes of all constants
 
     def calibration(self, samples: int) -> float:
@@ -85,14 +85,14 @@ class SearchCosts:
 
     @property
     def _plan_run(self) -> float:
-        return self.plan_runs * self.run + PLAN_BYTE_SECONDS * self.constant_bytes
+        return PLAN_RUNS[self.format] * self.run + PLAN_BYTE_SECONDS * self.constant_bytes
 
     def switched(self, samples: int, feeds: int, creates_session: bool) -> float:
         """Return the work of measuring one set of groups by switches, in `feeds` batches of samples.
 
         Switches take as long as the model itself, and quantize all weights in each run.
         """
-        work = SWITCHED_RUNS * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
+        work = SWITCHED_RUNS[self.format] * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
         return work + (self.plan(0) if creates_session else 0.0)
 
     def insert(self, samples: int, algorithms: int) -> float:
@@ -116,7 +116,7 @@ def predict_costs(model: Model, plan: Plan, samples: Dataset, constant_bytes: in
         observed_run=run + OBSERVED_OP_SECONDS * ops + OBSERVED_ELEMENT_SECONDS * elements,
         session=SESSION_SECONDS + SESSION_OP_SECONDS * ops + SESSION_BYTE_SECONDS * constant_bytes,
         macs=macs,
-        plan_runs=PLAN_RUNS[model.format],
+        format=model.format,
         constant_bytes=constant_bytes,
     )
 
@@ -154,10 +154,6 @@ class SearchBudget:
         if self._clock() > self._deadline:
             raise SearchLimitError("time")
         self.work += work
-
-    def release(self, work: float) -> None:
-        """Give back work that was charged for a plan, because that plan is charged when it is built."""
-        self.work -= work
 
     def extend(self, work: float) -> None:
         """Allow as much work, which builds the plan that a search ends with, whatever is left."""

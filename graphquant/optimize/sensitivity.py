@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,11 +51,11 @@ class SwitchedModel(NamedTuple):
 
 
 def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[int]:
-    """Find the switch points that an input can control. Functions and TensorFlow 1 frames cannot read new inputs."""
+    """Find the switch points that an input can control: neither in functions of ONNX nor in TensorFlow 1 frames."""
     blind = {
         name
         for name, graph in model.graphs.items()
-        if not graph.can_read("") or any(op.kind in FRAME_KINDS for op in graph.ops())
+        if (model.traits.named_values and not graph.can_read("")) or any(op.kind in FRAME_KINDS for op in graph.ops())
     }
     return [
         index
@@ -91,11 +91,16 @@ def insert_switches(
             number = by_input[index]
             if number not in inputs:
                 inputs[number] = _add_switch_input(changed, number)
+            reader = TensorRef("", inputs[number])
+            if not graph.can_read(""):
+                from graphquant.formats.tensorflow.session import add_input_reader
+
+                reader = add_input_reader(changed, graph, reader)
             name = graph.unique_name(f"{inputs[number]}/select")
             output = replace(changed.output(quantized), name=name if changed.traits.named_values else f"{name}:0")
             op_type, roles = changed.traits.select_type, ("condition", "input")
             select = Op(name=name, kind="where", type=op_type, roles=roles, outputs=(output,))
-            replacement = graph.add_op(select, [TensorRef("", inputs[number]), quantized, replacement])
+            replacement = graph.add_op(select, [reader, quantized, replacement])
         graph.reroute(quantized, uses, replacement)
         replacements[quantized] = replacement
     return SwitchedModel(model=changed, inputs=inputs)
@@ -109,8 +114,8 @@ def _add_switch_input(model: Model, number: int) -> str:
         main.add_op(Op(name=name, kind="input", type="", roles=(), outputs=(Output(name, "bool", ()),)))
     else:
         default = add_constant(main, f"{name}/off", np.array(0, np.bool_), op_type="Const", rule="")
-        fields: dict[str, Any] = {"attrs": {"shape": ()}, "outputs": (Output(f"{name}:0", "bool", ()),)}
-        main.add_op(Op(name=name, kind="input", type="PlaceholderWithDefault", **fields), [default])
+        output, op_type = Output(f"{name}:0", "bool", ()), "PlaceholderWithDefault"
+        main.add_op(Op(name=name, kind="input", type=op_type, attrs={"shape": ()}, outputs=(output,)), [default])
     main.inputs.append(name)
     return name
 

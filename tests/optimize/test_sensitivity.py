@@ -59,12 +59,17 @@ def joined_outputs(runner: Any, feeds: list[Any], more: Any) -> dict[str, Any]:
     return {name: np.concatenate([entry[name] for entry in ran]) for name in ran[0]}
 
 
+def calibration_file(samples: Path, name: str) -> Path:
+    """Return the calibration data of a sample model."""
+    return samples / f"{name.partition('.')[0].removesuffix('_saved_model')}_calib.npz"
+
+
 @pytest.fixture
 def made(samples: Path) -> Callable[[str], gq.Result]:
     """Quantizes a sample model by the rules of its format."""
 
     def make(name: str) -> gq.Result:
-        data = samples / f"{name.partition('.')[0]}_calib.npz"
+        data = calibration_file(samples, name)
         plan = prepare_and_plan(gq.load(samples / name), by_cost=False)[1]
         return gq.insert(samples / name, plan=plan, data=str(data), samples=40, validate=False)
 
@@ -73,7 +78,13 @@ def made(samples: Path) -> Callable[[str], gq.Result]:
 
 @pytest.mark.parametrize(
     "name",
-    ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx", pytest.param("digits_cnn.pb", marks=pytest.mark.slow)],
+    [
+        "digits_cnn.onnx",
+        "digits_rnn.onnx",
+        "digits_nested.onnx",
+        pytest.param("digits_cnn.pb", marks=pytest.mark.slow),
+        pytest.param("digits_cnn_saved_model", marks=pytest.mark.slow),
+    ],
 )
 def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) -> None:
     """All off is the float model, all on is quantized as much as the quantized one, and those left on need no input."""
@@ -84,7 +95,7 @@ def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) ->
     assert bool(stuck) == (name == "digits_nested.onnx")  # which has sites in a function
     format_ = format_module(result.source.format)
     variant = insert_switches(result.model, choices, by_input={index: index for index in open_}, on=stuck)
-    data = np.load(samples / f"{name.partition('.')[0]}_calib.npz")["image"][:4]
+    data = np.load(calibration_file(samples, name))["image"][:4]
     key = format_.input_specs(result.source)[0].name
     feeds = [{key: image[None]} for image in data]
     plain = joined_outputs(format_.create_runner(result.source), feeds, {})

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
-from graphquant.formats.tensorflow.ops import ASSIGN_TYPES, VARIABLE_OP_TYPES
+from graphquant.formats.tensorflow.ops import ASSIGN_TYPES
 from graphquant.formats.tensorflow.signatures import INIT_SIGNATURE
 from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, paused_gc, reachable
 from graphquant.utils import disable_onednn
@@ -60,20 +60,43 @@ def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only
     return instrumented
 
 
-def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_only: bool) -> None:
-    def add_op(
-        name: str,
-        op_type: str,
-        attrs: Mapping[str, object],
-        inputs: Sequence[TensorRef] = (),
-        control_source: TensorRef | None = None,
-        output: Output | None = None,
-    ) -> TensorRef:
-        name = graph.unique_name(f"{_QUEUE_PREFIX}/{index}/{name}")
-        outputs = (output or Output("", "resource"),)
-        op = Op(name=name, kind="stateful", type=op_type, attrs=attrs, outputs=outputs)
-        return graph.add_op(op, inputs, control_sources=[control_source.op] if control_source else ())
+def add_input_reader(model: Model, graph: Graph, tensor: TensorRef) -> TensorRef:
+    """Add ops by which a function reads an input of the main graph, and return its value there.
 
+    A variable passes the value. Each call in the main graph waits for its assignment.
+    """
+    output, name = model.output(tensor), f"{tensor.op}/variable"
+    type_attr = {"dtype": DataType(output.dtype or "float32")}
+
+    def add_handle(in_graph: Graph) -> TensorRef:
+        return _add_stateful_op(
+            in_graph, name, "VarHandleOp", {**type_attr, "shape": output.shape, "shared_name": name}
+        )
+
+    if name not in model.main:
+        inputs = [add_handle(model.main), tensor]
+        assignment = _add_stateful_op(model.main, f"{name}/assign", "AssignVariableOp", type_attr, inputs, outputs=())
+        for call in [op.name for op in model.main.ops() if op.calls]:
+            model.main.connect_inputs(call, (), control_sources=[assignment.op])
+    value = Output("", output.dtype, output.shape)
+    return _add_stateful_op(graph, f"{name}/read", "ReadVariableOp", type_attr, [add_handle(graph)], outputs=(value,))
+
+
+def _add_stateful_op(
+    graph: Graph,
+    name: str,
+    op_type: str,
+    attrs: Mapping[str, object],
+    inputs: Sequence[TensorRef] = (),
+    control_source: TensorRef | None = None,
+    outputs: tuple[Output, ...] = (Output("", "resource"),),
+) -> TensorRef:
+    op = Op(name=graph.unique_name(name), kind="stateful", type=op_type, attrs=attrs, outputs=outputs)
+    return graph.add_op(op, inputs, control_sources=[control_source.op] if control_source else ())
+
+
+def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_only: bool) -> None:
+    prefix = f"{_QUEUE_PREFIX}/{index}"
     output = graph.output(tensor)
     source = graph.slots(tensor.op)[0] if graph.op(tensor.op).kind == "next_iteration" else None
     # TensorFlow allows no op between NextIteration and Merge; the input of NextIteration has the same value.
@@ -82,19 +105,20 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
     dtype = DataType(output.dtype or "float32")
     observed, types = tensor, [dtype]
     if size_only:
-        types = [DataType("int64")]
+        types, size = [DataType("int64")], Output("", "int64", ())
         attrs = {"T": dtype, "out_type": types[0]}
-        observed = add_op("size", "Size", attrs, [tensor], output=Output("", "int64", ()))
+        observed = _add_stateful_op(graph, f"{prefix}/size", "Size", attrs, [tensor], outputs=(size,))
     queue_attrs = {"component_types": types, "shared_name": f"{_QUEUE_PREFIX}_{index}"}
-    queue = add_op("queue", "FIFOQueueV2", queue_attrs, control_source=tensor)
-    enqueue = add_op("enqueue", "QueueEnqueueV2", {"Tcomponents": types}, [queue, observed])
+    queue = _add_stateful_op(graph, f"{prefix}/queue", "FIFOQueueV2", queue_attrs, control_source=tensor)
+    enqueue = _add_stateful_op(graph, f"{prefix}/enqueue", "QueueEnqueueV2", {"Tcomponents": types}, [queue, observed])
     result = graph.slots(graph.outputs[0])[0] if graph.name and graph.outputs and not uses else None
     if result is not None:
         # TensorFlow leaves out ops of a function that none of its outputs depends on.
         tensor, uses, output = result, [Use(graph.name, graph.outputs[0], 0)], graph.output(result)
     value = Output("", output.dtype, output.shape)
     attrs = {"T": DataType(output.dtype or "float32")}
-    graph.reroute(tensor, uses, add_op("value", "Identity", attrs, [tensor], enqueue, value))
+    identity = _add_stateful_op(graph, f"{prefix}/value", "Identity", attrs, [tensor], enqueue, (value,))
+    graph.reroute(tensor, uses, identity)
 
 
 LISTED_VARIABLES: Final = 3  # names of variables in a message
@@ -163,7 +187,7 @@ class TensorFlowSession:
         self._state_names = find_state_variables(model)
         self._lock = Lock()
         if source.live_object is not None:
-            self._copy_live_values(source.live_object)
+            self._copy_live_values(model, source.live_object)
         elif meta is not None:
             self._restore_missing(model)
 
@@ -186,20 +210,17 @@ class TensorFlowSession:
         return bool(self._state_names)
 
     @cached_property
-    def _state(self) -> _SessionState | None:
-        """The variables that runs change, with their values before the first run; None without any."""
+    def _state(self) -> tuple[list[Any], Sequence[Any]] | None:
+        """The readers of the variables that runs change, and their values before the first run; None without any."""
         if not self._state_names:
             return None
-        setters, placeholders, readers = [], [], []
+        readers = []
         with self.graph.as_default(), translate_tf_errors(self.tf):
             for variable in map(self.graph.get_operation_by_name, self._state_names):
                 handle, is_resource = variable.outputs[0], variable.type == "VarHandleOp"
                 dtype = variable.get_attr("dtype")
                 readers.append(self.tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) if is_resource else handle)
-                setter = _add_assign_op(self.tf, variable, dtype, None)
-                setters.append(setter)
-                placeholders.append(setter.inputs[1])
-        return _SessionState(setters, placeholders, readers, self.run(readers, {}))
+        return readers, self.run(readers, {})
 
     def run_with_state(self, fetches: Any, feed: dict[str, Any], values: Sequence[Any] | None) -> tuple[Any, Any]:
         """Run with these values of the variables that runs change, None for the initial ones.
@@ -207,11 +228,12 @@ class TensorFlowSession:
         Return the values of `fetches` and the new values of the variables.
         """
         with self._lock:
-            if (state := self._state) is None:
+            if self._state is None:
                 return self.run(fetches, feed), None
-            start_values = state.initial_values if values is None else values
-            self.run(state.setters, dict(zip(state.placeholders, start_values, strict=True)))
-            return self.run(fetches, feed), self.run(state.readers, {})
+            readers, initial_values = self._state
+            start_values = initial_values if values is None else values
+            assign_variables(self.tf, self.tf_session, dict(zip(self._state_names, start_values, strict=True)))
+            return self.run(fetches, feed), self.run(readers, {})
 
     def add_queues(self, dtypes: Sequence[str]) -> list[_ObservationQueue]:
         """Add the queues 0, 1, ... of these dtypes."""
@@ -274,15 +296,13 @@ class TensorFlowSession:
         missing = {name: read() for (name, read), restored in zip(values, initialized, strict=True) if not restored}
         assign_variables(self.tf, self.tf_session, missing)
 
-    def _copy_live_values(self, live_object: LiveObject) -> None:
-        ops = self.graph.get_operations()
-        variables = [op for op in ops if op.type in VARIABLE_OP_TYPES and LEARNED_ATTR not in op.node_def.attr]
-        if variables and not live_object.values:
+    def _copy_live_values(self, model: Model, live_object: LiveObject) -> None:
+        names = [op.name for op in model.main.ops() if op.kind == "variable" and LEARNED_ATTR not in op.attrs]
+        if names and not live_object.values:
             raise ModelError(
-                f"The variables of {live_object.description}, for example {variables[0].name!r}, have values only in a"
+                f"The variables of {live_object.description}, for example {names[0]!r}, have values only in a"
                 " session. Pass the session to gq.load."
             )
-        names = {op.name for op in variables}
         values = {name: value for name, value in live_object.current_values().items() if name in names}
         assign_variables(self.tf, self.tf_session, values)
 
@@ -298,15 +318,6 @@ def _remove_unneeded_shapes(model: Model, graph_def: Any) -> None:
     for node in graph_def.node:
         if node.name in model.main and node.name not in needed:
             node.attr.pop("_output_shapes", None)
-
-
-class _SessionState(NamedTuple):
-    """The variables that runs change: the ops that assign and read them, and their first values."""
-
-    setters: list[Any]
-    placeholders: list[Any]
-    readers: list[Any]
-    initial_values: list[Any]
 
 
 class RunSequence:
@@ -360,7 +371,7 @@ def find_state_variables(model: Model) -> list[str]:
             is_run = bool(name) or op.name in ancestors
             handle = next(iter(graph.slots(op.name)), None) if is_run and op.type in ASSIGN_TYPES else None
             variable = None if handle is None else parameters.root_tensor(handle)
-            if variable is not None and not variable.graph and main.op(variable.op).type in VARIABLE_OP_TYPES:
+            if variable is not None and not variable.graph and main.op(variable.op).kind == "variable":
                 names[variable.op] = None
     return sorted(names)
 
@@ -409,26 +420,19 @@ def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -
         for name, value in values.items():
             variable = session.graph.get_operation_by_name(name)
             handle = variable.outputs[0]
-            assign_ops = (
-                reader
-                for reader in handle.consumers()
-                if reader.type in {"AssignVariableOp", "Assign"} and reader.inputs[0] is handle
-            )
-            setter = next((reader for reader in assign_ops if not reader.control_inputs), None)
+            readers = [reader for reader in handle.consumers() if reader.type in {"AssignVariableOp", "Assign"}]
+            assign_ops = (reader for reader in readers if reader.inputs[0] is handle and not reader.control_inputs)
+            setter = next(assign_ops, None)
             if setter is None or setter.inputs[1].name in feed_dict:  # two variables may have the same initial tensor
-                setter = _add_assign_op(tensorflow, variable, value.dtype, value.shape)
+                with tensorflow.device(variable.device):
+                    placeholder = tensorflow.compat.v1.placeholder(value.dtype)
+                    if variable.type == "VarHandleOp":
+                        setter = tensorflow.raw_ops.AssignVariableOp(resource=handle, value=placeholder)
+                    else:
+                        setter = tensorflow.raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op
             setters.append(setter)
             feed_dict[setter.inputs[1].name] = value
         session.run(setters, feed_dict)
-
-
-def _add_assign_op(tensorflow: Any, variable: Any, dtype: Any, shape: Any) -> Any:
-    raw_ops, handle = tensorflow.raw_ops, variable.outputs[0]
-    with tensorflow.device(variable.device):
-        placeholder = tensorflow.compat.v1.placeholder(dtype, shape)
-        if variable.type == "VarHandleOp":
-            return raw_ops.AssignVariableOp(resource=handle, value=placeholder)
-        return raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op
 
 
 def _asset_files(meta: Any) -> list[Any]:
