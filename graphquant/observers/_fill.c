@@ -640,7 +640,7 @@ static PyObject *search_blocks(PyObject *module, PyObject *arguments)
                           &s.power_of_two))
         return NULL;
     const Py_ssize_t count = results.len / 12;
-    const int fits = s.length > 0 && s.inner > 0 && s.size > 0 && results.len == count * 12
+    const int fits = s.length > 0 && s.inner > 0 && s.size > 0 && s.size <= s.length && results.len == count * 12
         && values.len % (4 * s.length * s.inner) == 0 && factors.len % 4 == 0 && neighbors.len % 8 == 0
         && count == values.len / 4 / s.length * ((s.length + s.size - 1) / s.size);
     tile.columns = fits ? PyMem_Malloc(s.size * TILE * sizeof *tile.columns) : NULL;

@@ -47,6 +47,7 @@ SQUARED_MEAN: Final = np.float32(0.05)
 bias, 0.47 for the positive half of a normal distribution. docs/decisions/0062-algorithms.md has the effect."""
 
 CHUNK_ELEMENTS: Final = 1 << 17  # values that numpy searches at once, so that temporary arrays fit into the cache
+MAX_KERNEL_BLOCK: Final = 1 << 13  # largest block of the C kernel, which copies 128 blocks
 
 
 def search_block_params(value: Array, grid: QuantizationGrid, axis: int, block: int) -> QParams:
@@ -66,8 +67,9 @@ def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> 
     values, results = np.ascontiguousarray(slab, np.float32), np.empty((3, math.prod(shape)), np.float32)
     shrink = SHRINK_FACTORS + (LOW_BIT_SHRINK_FACTORS if grid.type.bits <= LOW_BITS else ())
     kernel, factors = histogram_kernel.search_blocks, np.array(shrink, np.float32)
-    if kernel is not None and grid.type.bits <= EXACT_BITS:
-        sizes, neighbors = (slab.shape[axis], math.prod(slab.shape[axis + 1 :]), block), np.array(NEIGHBORS, np.float32)
+    size = min(block, slab.shape[axis])
+    if kernel is not None and grid.type.bits <= EXACT_BITS and size <= MAX_KERNEL_BLOCK:
+        sizes, neighbors = (slab.shape[axis], math.prod(slab.shape[axis + 1 :]), size), np.array(NEIGHBORS, np.float32)
         numbers = qmin, qmax, SQUARED_MEAN, grid.type.symmetric_zero_point, SMALLEST_RELATIVE_SCALE
         kernel(values, results, factors, neighbors, sizes, numbers, grid.symmetric, grid.power_of_two)
     else:

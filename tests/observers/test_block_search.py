@@ -136,7 +136,10 @@ def test_both_kernels_search_the_same(
     assert results[0].zero_point.tobytes() == results[1].zero_point.tobytes()
 
 
-@pytest.mark.parametrize(("shape", "axis", "block"), [((3, 70, 5), 1, 32), ((6, 100), 1, 32), ((100, 6), 0, 64)])
+@pytest.mark.parametrize(
+    ("shape", "axis", "block"),
+    [((3, 70, 5), 1, 32), ((6, 100), 1, 32), ((100, 6), 0, 64), ((6, 100), 1, 1 << 20), ((2, 9000), 1, 8200)],
+)
 def test_kernels_agree_on_partial_blocks(
     monkeypatch: pytest.MonkeyPatch, extension, shape: tuple[int, ...], axis: int, block: int
 ) -> None:
@@ -159,3 +162,5 @@ def test_search_of_other_shapes(extension) -> None:
     for arrays in ((values[:31].copy(), results), (values, results[:, :3].copy()), (values.ravel()[:-1], results)):
         with pytest.raises(ValueError, match="fit"):
             extension.search_blocks(*arrays, pairs, pairs, (32, 4, 16), (0, 15, 0, 8, 1e-6), False, False)
+    with pytest.raises(ValueError, match="fit"):  # a size whose bytes overflow
+        extension.search_blocks(values, results, pairs, pairs, (32, 4, 1 << 60), (0, 15, 0, 8, 1e-6), False, False)
