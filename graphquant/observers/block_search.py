@@ -73,7 +73,7 @@ def _search_slab(slab: Array, grid: QuantizationGrid, axis: int, block: int) -> 
         numbers = qmin, qmax, SQUARED_MEAN, grid.type.symmetric_zero_point, SMALLEST_RELATIVE_SCALE
         kernel(values, results, factors, neighbors, sizes, numbers, grid.symmetric, grid.power_of_two)
     else:
-        blocks, step = split_blocks(values, axis, block), max(CHUNK_ELEMENTS // block, 1)
+        blocks, step = split_blocks(values, axis, size), max(CHUNK_ELEMENTS // size, 1)
         for start in range(0, len(blocks), step):
             results[:, start : start + step] = _search_chunk(blocks[start : start + step], grid, factors)
     best_scale, best_zero, unit = (result.reshape(shape) for result in results)
