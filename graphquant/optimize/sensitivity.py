@@ -51,12 +51,13 @@ class SwitchedModel(NamedTuple):
 
 
 def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[int]:
-    """Find the switch points that an input can control: neither in functions of ONNX nor in TensorFlow 1 frames."""
-    blind = {
-        name
-        for name, graph in model.graphs.items()
-        if (model.traits.named_values and not graph.can_read("")) or any(op.kind in FRAME_KINDS for op in graph.ops())
-    }
+    """Find the switch points that an input can control: neither in functions of ONNX nor in TensorFlow 1 frames.
+
+    Calls in a frame cannot wait for an assignment outside of it, so functions count as blind if there may be any.
+    """
+    blind = {name for name, graph in model.graphs.items() if any(op.kind in FRAME_KINDS for op in graph.ops())}
+    if model.traits.named_values or "" in blind:
+        blind.update(name for name, graph in model.graphs.items() if not graph.can_read(""))
     return [
         index
         for index, (tensor, _) in enumerate(switch_points)

@@ -112,6 +112,34 @@ def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) ->
     )
 
 
+@pytest.mark.slow
+def test_functions_beside_a_frame_of_tensorflow_1(tmp_path: Path) -> None:
+    """A loop that calls a function cannot wait for a variable outside of it, so functions have no switches there."""
+    tf = pytest.importorskip("tensorflow")
+    v1, rng = tf.compat.v1, np.random.default_rng(0)
+    weights = rng.normal(0, 0.3, (2, 8, 8)).astype(np.float32)
+    v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default(), v1.Session() as session:
+            x = v1.placeholder(tf.float32, [None, 8], name="x")
+            relu = tf.function(lambda x: tf.nn.relu(tf.matmul(x, tf.constant(weights[0]))))
+            bounded = tf.function(lambda x: tf.tanh(x) * 2.0)
+            _, y = v1.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, bounded(y)), [tf.constant(0), relu(x)])
+            y = tf.matmul(y, tf.constant(weights[1]), name="y")
+            v1.saved_model.simple_save(session, str(tmp_path / "model"), {"x": x}, {"y": y})
+    finally:
+        v1.enable_control_flow_v2()
+    data = rng.normal(0, 1, (16, 8)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=data)
+    result = gq.insert(tmp_path / "model", data=str(tmp_path / "data.npz"), rules="generic", min_sqnr="none")
+    choices = _find_switch_points(result.model, match_sites(result.source, result.model))[1]
+    assert {tensor.graph for tensor, _ in choices} > {""}
+    assert find_switchable(result.model, choices) == []
+    repaired = gq.insert(tmp_path / "model", data=str(tmp_path / "data.npz"), rules="generic", min_sqnr="44")
+    assert repaired.validation is not None
+    assert repaired.validation.worst_sqnr > result.validation.worst_sqnr
+
+
 def _errors_one_at_a_time(result: gq.Result, feeds: list[Any]) -> dict[tuple[str, str], float]:
     """For each site the error of a model in which the site alone is quantized, on all samples."""
     prepared = prepare_for_plan(result.source, result.plan)
