@@ -94,7 +94,8 @@ def insert(
     inputs = _make_plan(source, settings, objective, progress)
     search, workspace, findings = calibrate_plan(inputs)
     result = search.validate(search.choose_plan(workspace))
-    if not (result.is_changed or settings.allow_empty or result.already_quantized):
+    is_finished = result.already_quantized and not settings.requantize
+    if not (result.is_changed or settings.allow_empty or is_finished):
         raise EmptyResultError(_empty_result_message(result))
     formats.release_runners("source", "prepared")
     result = _judge_execution(_with_origin(result, inputs, findings))  # uses the sessions of the validation

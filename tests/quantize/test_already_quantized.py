@@ -331,6 +331,10 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     run_cli("insert", "once.onnx", "--plan", "plan.json", "-o", "planned.onnx")
     run_cli("insert", "once.onnx", "--rules", "fixed_point", "--requantize", "-o", "asked.onnx")
     assert Path("planned.onnx").read_bytes() == Path("asked.onnx").read_bytes()
+    run_cli(
+        "insert", "once.onnx", "--rules", "fixed_point", "--requantize", "--exclude", "*", "-o", "none.onnx", code=1
+    )
+    assert not Path("none.onnx").exists()
     failure = run_cli("insert", "once.onnx", "--plan", "plan.json", "--requantize", code=2)
     assert "--requantize and --algorithm create one" in failure.stderr
 
