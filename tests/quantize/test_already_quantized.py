@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from support.rule_files import write_int4_rules
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import EmptyResultError
 from graphquant.formats import onnx as onnx_format
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.quantize import prepare
@@ -253,8 +255,11 @@ def test_pairs_of_onnxruntime_are_removed(made_by_onnxruntime):
 
 
 def test_integer_ops_cannot_be_removed(made_by_onnxruntime):
-    """QLinear ops are left, each with its reason, and the model as it was."""
-    result = gq.insert(made_by_onnxruntime / "QOperator.onnx", data=IMAGES, samples=2, requantize=True)
+    """QLinear ops are left, each with its reason, and the model as it was, which is an error unless it is allowed."""
+    insert = partial(gq.insert, made_by_onnxruntime / "QOperator.onnx", data=IMAGES, samples=2, requantize=True)
+    with pytest.raises(EmptyResultError, match="integer op"):
+        insert()
+    result = insert(allow_empty=True)
     assert result.inserted == ()
     assert result.model is result.source
     reasons = [skip.reason for skip in result.skips if skip.rule == "requantize"]
