@@ -57,6 +57,8 @@ def _check_heading(report: CheckReport) -> str:
     text = f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision"
     text += f", {counts['fused']} more are fused" if counts["fused"] else ""
     text += f", {counts['removed']} are removed" if counts["removed"] else ""
+    if not report.backend.startswith("onnxruntime"):
+        text += ", by tables of its rules and without the runtime"
     return f"{text}; {finding_count}."
 
 

@@ -149,6 +149,21 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
     assert "--match 'probabilities' is not NAME=OTHER" in cli(*call, "--match", "probabilities", code=2).stderr
 
 
+def test_a_share_just_below_the_bound(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """One row of 2,500 that differs misses a bound of 100%, although the share rounds to it."""
+    paths = [tmp_path / f"{bias}.onnx" for bias in (0.0, 0.5)]
+    for bias, path in zip((0.0, 0.5), paths, strict=True):
+        text = "net (float[N, 2] x) => (float[N, 2] scores) { scores = Add(x, b) }"
+        onnx.save(onnx_model(text, {"b": np.array([0, bias], np.float32)}), path)
+    rows = np.tile(np.array([[4, 1]], np.float32), (2500, 1))
+    rows[7] = 1, 0.75
+    np.savez(tmp_path / "data.npz", x=rows)
+    call = ["compare", *paths, "--data", tmp_path / "data.npz"]
+    assert json.loads(cli(*call, "--format", "json").stdout)["outputs"][0]["agreement"] == 0.9996
+    cli(*call, "--min-agreement", "100%", code=1)
+    cli(*call, "--min-agreement", "99.96%")
+
+
 @pytest.mark.slow
 def test_across_frameworks(samples: Path, tmp_path: Path) -> None:
     """A TensorFlow model and its ONNX conversion have equal outputs and local errors of each site."""
