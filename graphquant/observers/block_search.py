@@ -94,11 +94,13 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid, factors: Array) -> Arra
     qmin, qmax = grid.type.limits(narrow=grid.narrow)
     # Blocks are columns: sums over a block add rows, which is fast, and a scale broadcasts along the last axis.
     columns = np.ascontiguousarray(blocks.T, np.float32)
+    if len(blocks) == 1:  # numpy adds the values of a single column in another order
+        columns = np.repeat(columns, 2, axis=1)
     # Squares of very large or small values would overflow or vanish. A power of two rounds nothing.
     unit = np.ldexp(np.float32(1), np.frexp(np.abs(columns).max(0))[1] - 1)
     columns = columns / unit
     low, high = np.minimum(columns.min(0), 0), np.maximum(columns.max(0), 0)
-    sums, best = columns.sum(0), np.zeros((3, len(blocks)), np.float32)  # gains, scales and zero points
+    sums, best = columns.sum(0), np.zeros((3, columns.shape[1]), np.float32)  # gains, scales and zero points
     best[0], best[1] = -1, 1
     best_scale, best_zero = best[1:]
 
@@ -128,4 +130,4 @@ def _search_chunk(blocks: Array, grid: QuantizationGrid, factors: Array) -> Arra
     for factor, step in NEIGHBORS:
         if not (grid.symmetric and step):
             try_params(best_scale * np.float32(factor), np.clip(best_zero + step, qmin, qmax))
-    return np.stack([best_scale, best_zero, np.where(high > low, unit, 0)])
+    return np.stack([best_scale, best_zero, np.where(high > low, unit, 0)])[:, : len(blocks)]

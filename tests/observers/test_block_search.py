@@ -138,7 +138,17 @@ def test_both_kernels_search_the_same(
 
 @pytest.mark.parametrize(
     ("shape", "axis", "block"),
-    [((3, 70, 5), 1, 32), ((6, 100), 1, 32), ((100, 6), 0, 64), ((6, 100), 1, 1 << 20), ((2, 9000), 1, 8200)],
+    [
+        ((3, 70, 5), 1, 32),
+        ((6, 100), 1, 32),
+        ((100, 6), 0, 64),
+        ((6, 100), 1, 1 << 20),
+        ((2, 9000), 1, 8200),
+        ((40,), 0, 64),  # from here, a single block in all or in the last chunk
+        ((1, 100), 1, 128),
+        ((128, 1), 0, 128),
+        ((4097, 32), 1, 32),
+    ],
 )
 def test_kernels_agree_on_partial_blocks(
     monkeypatch: pytest.MonkeyPatch, extension, shape: tuple[int, ...], axis: int, block: int

@@ -235,7 +235,9 @@ class _InputStats:
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
         for image in values.reshape(len(values), -1).astype(dtype):
             offsets = (width, width * COLOUR_CHANNELS, image.size // 2)
-            planar, interleaved, distant = (float(np.abs(np.subtract(image[n:], image[:-n])).mean()) for n in offsets)
+            with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
+                differences = (np.abs(np.subtract(image[n:], image[:-n])) for n in offsets)
+                planar, interleaved, distant = (float(difference.mean()) for difference in differences)
             if layout == "gray":
                 interleaved = planar
             self.distant_difference += distant
