@@ -208,7 +208,7 @@ class _RuntimeJudge:
         kernel = _integer_kernel(self.optimized.model, host_graph, host)
         if kernel or host.kind in QUANTIZATION_KINDS:
             status: RunStatus = "int8" if is_own and kernel else "fused"
-            fault = _find_fault(self.optimized.model, host_graph, host) if is_own else ""
+            fault = _find_fault(self.optimized.model, host_graph, host, op.type) if is_own else ""
             return make_verdict(graph, op, status, kernel or host.type, fault=fault)
         return make_verdict(graph, op, "float", host.type, broken_rule=self._find_reason(op, host_graph, host))
 
@@ -240,17 +240,29 @@ def _integer_kernel(model: Model, graph: Graph, op: Op) -> str:
     return f"{op.type} on {dtype}" if dtype in LOW_PRECISION_DTYPES else ""
 
 
-def _find_fault(model: Model, graph: Graph, op: Op) -> str:
-    """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or ""."""
-    from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, supports_fused_form
+def _find_fault(model: Model, graph: Graph, op: Op, original_type: str) -> str:
+    """Return a sentence if this CPU and the installed release compute the integer products of an op wrong, or "".
+
+    ONNX Runtime itself packs the weights of an op whose `original_type` is another.
+    """
+    from graphquant.formats.onnx.runtime import (
+        PRODUCT_TYPES,
+        find_wrong_product,
+        packs_two_bits_right,
+        supports_fused_form,
+    )
 
     slots = graph.slots(op.name)
     if op.type == "MatMulNBits":
         args = FamilyArguments(accuracy_level=4 if op.numeric_attr("accuracy_level", 0) == 4 else 0)  # noqa: PLR2004  # level
         bits, has_zero_points = int(op.numeric_attr("bits", 4)), len(slots) > 3 and slots[3] is not None  # noqa: PLR2004  # slot
         form = FusedForm(op_type=op.type, bits=bits, args=args, has_zero_points=has_zero_points)
-        is_wrong = not supports_fused_form(form)
-        return f"this onnxruntime computes products of {bits}-bit weights wrong on this CPU" if is_wrong else ""
+        if not supports_fused_form(form):
+            return f"this onnxruntime computes products of {bits}-bit weights wrong on this CPU"
+        columns = int(op.numeric_attr("N", 0))
+        if original_type != op.type and bits == 2 and not packs_two_bits_right(columns):  # noqa: PLR2004  # bits
+            return f"this onnxruntime packs {columns} columns of 2 bits wrong, but not 4 bits or the family onnx-fused"
+        return ""
     if op.type not in WEIGHT_SLOTS:
         return ""
     tensors = slots[0], slots[WEIGHT_SLOTS[op.type]]

@@ -243,7 +243,8 @@ def _fault_lines(result: Result) -> list[RenderableType]:
     if not faults:
         return []
     ops = f"{faults[0].location}: " if len(faults) == 1 else f"{faults[0].location} and {len(faults) - 1} other ops: "
-    message = f"warning: {ops}{faults[0].fault}, whatever the model is. Install a newer release before you use it here"
+    advice = "Use another release, or change the op, before you use it here"
+    message = f"warning: {ops}{faults[0].fault}, whatever the model is. {advice}"
     return [plain_line(message, style="yellow")]
 
 

@@ -687,3 +687,27 @@ def test_enough_cases():
     low = [name for name, case in CASES.items() if truth.is_low(case[1]) or case[1] == "fused"]
     assert len(low) >= 60
     assert len(CASES) - len(low) >= 60
+
+
+@pytest.mark.parametrize("columns", [8, 9, 10, 12])
+def test_weights_of_two_bits(tmp_path, columns):
+    """A product of weights of 2 bits has a fault if, and only if, ONNX Runtime packs them wrong."""
+    rng = np.random.default_rng(0)
+    weight, x = rng.integers(-2, 2, (16, columns)), rng.integers(-127, 128, (2, 16)).astype(np.float32)
+    x[:, 0] = 127  # so that rounding to int8 changes no value
+    message = onnx.parser.parse_model(
+        f"""<ir_version: 11, opset_import: ["" : 25]> g (float[N, 16] x) => (float[N, {columns}] y) {{
+        v = DequantizeLinear<axis = 0, block_size = 16>(w, s) y = MatMul(x, v) }}"""
+    )
+    values = {"w": weight.astype(ml_dtypes.int2), "s": np.ones((1, columns), np.float32)}
+    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    onnx.save(message, tmp_path / "model.onnx")
+    model = gq.load(tmp_path / "model.onnx")
+    try:
+        session = onnxruntime.InferenceSession(message.SerializeToString())
+    except RUNTIME_ERRORS:  # a release without this type
+        with pytest.raises(RejectedModelError):
+            ask_onnxruntime(model)
+        return
+    is_wrong = not np.allclose(session.run(None, {"x": x})[0], x @ weight, rtol=1e-3, atol=1)
+    assert [bool(verdict.fault) for verdict in ask_onnxruntime(model) if verdict.type == "MatMul"] == [is_wrong]

@@ -169,6 +169,31 @@ def find_wrong_product(dtype: str, weight_dtype: str, columns: int) -> int:
 
 
 @cache
+def packs_two_bits_right(columns: int) -> bool:
+    """Return True if onnxruntime multiplies right by a DequantizeLinear of int2 blocks, which it packs itself.
+
+    Release 1.31.1 packs the weights wrong if the number of `columns` is no multiple of 4.
+    """
+    columns, random = columns % COLUMN_TILE + COLUMN_TILE, np.random.default_rng(0)
+    data = random.integers(-127, 128, (1, 16)).astype(np.float32)
+    data[0, 0] = 127  # so that rounding to int8 changes no value
+    weight = random.integers(-2, 2, (16, columns))
+    model = parse_model(
+        f"""<ir_version: 11, opset_import: ["" : 25]>
+        probe (float[1, 16] data) => (float[1, {columns}] product)
+        {{ values = DequantizeLinear<axis: int = 0, block_size: int = 16> (weight, scale)
+           product = MatMul (data, values) }}"""
+    )
+    values = {"weight": weight.astype(ml_dtypes.int2), "scale": np.ones((1, columns), np.float32)}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in values.items())
+    try:
+        result = _open_quietly(model).run(None, {"data": data})[0]
+    except RUNTIME_ERRORS:
+        return False
+    return np.allclose(result, data @ weight, rtol=1e-3, atol=1)
+
+
+@cache
 def supports_fused_form(form: FusedForm) -> bool:
     """Return True if the installed onnxruntime runs the op of a form with a weight of its width, and multiplies right.
 
