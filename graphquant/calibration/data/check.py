@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
     from graphquant.numerics import Array
 
+RUN_VALUES = 16  # length of a run of values, mostly different ones, that two samples share only if they overlap
+MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
 MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
 MAX_PIXEL = 255
@@ -153,6 +155,8 @@ class _InputStats:
     compared: _SampleDeviations | None = None
     exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
+    previous: bytes = b""  # the values of the last feed
+    overlaps: int = 0  # number of feeds that share a run of values with the one before, at another position
 
     def add(self, values: Array) -> None:
         """Add the values of one feed."""
@@ -173,7 +177,9 @@ class _InputStats:
             self.digests.add(digest.digest())
         if dtype_kind(values.dtype) not in {"int", "float"}:
             return
-        numbers = values.reshape(-1)
+        numbers = np.ascontiguousarray(values).reshape(-1)
+        self.overlaps += _shares_run(numbers, self.previous)
+        self.previous = numbers.tobytes()
         if (non_finite := non_finite_mask(numbers)).any():
             nan = int(np.isnan(numbers[non_finite].astype(np.float64)).sum())
             self.nan += nan
@@ -192,6 +198,17 @@ class _InputStats:
             if values.dtype.kind in "iu" and values.ndim and values.shape[-1] > 1:
                 is_consecutive = bool((np.diff(values.astype(np.int64)) == 1).all())
                 self.consecutive = self.consecutive is not False and is_consecutive
+
+    @property
+    def is_long(self) -> bool:
+        """True if a sample has more values than a run."""
+        return self.value_count > RUN_VALUES * self.feeds
+
+    @property
+    def are_cuts(self) -> bool:
+        """True if the samples seem to be many, but are overlapping cuts of few items."""
+        items = self.feeds - self.overlaps
+        return self.feeds >= FEW_SAMPLES > items and MIN_CUTS * items <= self.feeds
 
     @property
     def negated_pixels(self) -> bool:
@@ -403,6 +420,14 @@ def _find_mistakes(
             if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
+    large = [stats for _, stats in stats_of_inputs if stats.low < stats.high and stats.is_long]
+    if large and all(stats.are_cuts for stats in large):  # states of a stream overlap, unlike its chunks
+        items = max(stats.feeds - stats.overlaps for stats in large)
+        message = (
+            f"The samples overlap: {large[0].feeds} seem to be cut from {items} longer, like windows or crops."
+            " Ranges are then those of few items. Add samples of others."
+        )
+        findings.append(DataFinding("overlapping-samples", None, message))
     if response is not None and varying:
         findings += [DataFinding(kind, None, message) for kind, message in response.findings().items()]
     return tuple(findings)
@@ -438,6 +463,17 @@ def _dataset_findings(dataset: Dataset) -> dict[str, str]:
         keys = ", ".join(map(repr, unused_keys))
         findings["ignored"] = f"No input takes {keys}. Remove the data, or rename it to an input."
     return findings
+
+
+def _shares_run(values: Array, previous: bytes) -> bool:
+    """Return True if the first, middle or last values of a feed occur at another position in the feed before."""
+    for start in (0, values.size // 2, max(values.size - RUN_VALUES, 0)):
+        run = values[start : start + RUN_VALUES]
+        if len(run) == RUN_VALUES and np.unique(run).size > RUN_VALUES // 2:
+            position = previous.find(run.tobytes())
+            if position >= 0 and position != start * values.itemsize:
+                return True
+    return False
 
 
 def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict[str, str]:

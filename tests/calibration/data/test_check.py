@@ -85,6 +85,25 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_dataset(open_data("random:40", [taker]), [taker])) == ["random"]
 
 
+def test_cuts_of_few_items(check_arrays) -> None:
+    """Overlapping windows of a clip and crops of a picture are found, but not those of many clips, or still frames."""
+    rng = np.random.default_rng(8)
+    clips = rng.normal(0, 1, (40, 1000)).cumsum(1)
+    windows = np.lib.stride_tricks.sliding_window_view(clips, 64, axis=1)[:, ::16]  # (clip, window, 64)
+    cut = ["overlapping-samples"]
+    assert kinds(check_arrays(windows[0, :40], None, 64)) == cut
+    assert kinds(check_arrays(windows[0, :40][::-1], None, 64)) == cut
+    assert kinds(check_arrays(windows[:3, :14].reshape(-1, 64), None, 64)) == cut
+    assert kinds(check_arrays(windows[:, :3].reshape(-1, 64), None, 64)) == []
+    assert kinds(check_arrays(windows[0, ::4], None, 64)) == ["few-samples"]
+    picture = rng.normal(0, 1, (96, 96)).cumsum(0).cumsum(1)
+    picture = (picture - picture.min()) / np.ptp(picture)
+    crops = np.lib.stride_tricks.sliding_window_view(picture, (32, 32))[::8, ::8].reshape(-1, 1, 32, 32)
+    assert kinds(check_arrays(crops, None, 1, 32, 32)) == cut
+    still = np.where(np.arange(64) < 32, clips[0, :64], rng.normal(0, 1, (40, 64)) + clips[0, :64])
+    assert "overlapping-samples" not in kinds(check_arrays(still, None, 64))
+
+
 def test_samples_that_differ_by_noise(check_arrays) -> None:
     """One item with noise is found, also if clipped. Columns of other units, and objects on a background, are not."""
     rng = np.random.default_rng(6)
