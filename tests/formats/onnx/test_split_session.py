@@ -225,8 +225,6 @@ def test_equal_parts_are_judged_once(steps: Sequence[str], repeats: int) -> None
         copied = sum(len(copies) for part in session.optimize_model(model) for copies, _ in part.copies)
     if set(steps) == {"MatMul"} and len(steps) * repeats > 6:
         assert copied > 0
-    if not {"Tanh", "Gemm"}.isdisjoint(steps):  # ops without an integer kernel, or with a float weight
-        assert copied == 0 or len(steps) > 1
 
 
 @pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
