@@ -602,22 +602,17 @@ def check_invariants(model: Model, stage: str) -> None:
 
 def _check_slots(graph: Graph, stage: str) -> None:
     unmatched_edges = 0
-    ops, successors = graph._ops, graph._successors  # noqa: SLF001  # methods take longer, and there are many slots
-    for name, op in ops.items():
+    for name, op in graph._ops.items():  # noqa: SLF001  # the names are checked
         # Case 1: the op has its name.
         if not isinstance(op, Op) or op.name != name:
             raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(graph.slots(name)):
-            if tensor is None:
-                continue
-            edges = successors.get(tensor.op, {}).get(name, {}) if tensor.graph == graph.name else {}
-            matches = slot in edges and edges[slot]["port"] == tensor.port and tensor.op in ops
-            if not (matches and 0 <= tensor.port < len(ops[tensor.op].outputs)):
+            if tensor is not None:
                 _check_slot(graph, name, slot, tensor, stage)
-            unmatched_edges += tensor.graph == graph.name
+                unmatched_edges += tensor.graph == graph.name
     # Case 3: every data edge is a slot, every capture a slot of its body.
-    targets = ((source, *target) for source, targets in successors.items() for target in targets.items())
+    targets = ((source, *target) for source, targets in graph._successors.items() for target in targets.items())  # noqa: SLF001
     for source, target, edges in targets:
         unmatched_edges -= sum([isinstance(key, int) for key in edges])
         for use in [key[1] for key in edges if isinstance(key, tuple)]:
@@ -632,8 +627,8 @@ def _check_slots(graph: Graph, stage: str) -> None:
 
 
 def _check_slot(graph: Graph, name: str, slot: int, tensor: TensorRef, stage: str) -> None:
-    is_own = tensor.graph == graph.name
-    source_graph = graph.graphs.get(tensor.graph)
+    is_own = tensor.graph == graph.name  # True for nearly all, whose edge then needs no search for its graph
+    source_graph = graph if is_own else graph.graphs.get(tensor.graph)
     if source_graph is None or tensor.op not in source_graph or not (is_own or graph.can_read(tensor.graph)):
         problem = "which does not exist or is out of scope."
     elif not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):

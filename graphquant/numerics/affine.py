@@ -387,9 +387,8 @@ def quantize_to_dtype(
 ) -> Array:
     """Quantize a tensor of `shape` to values of `dtype`, some rows at a time; `read_rows` returns those of a slice."""
     result = np.empty(shape, dtype)
-    is_small = dtype.kind == "V" and isinstance(
-        params.type, IntType
-    )  # whose integers floats cannot be cast to directly
+    # Integers of ml_dtypes cannot be cast from floats directly.
+    is_small = dtype.kind == "V" and isinstance(params.type, IntType)
 
     def quantize_slab(slab: tuple[Any, QParams]) -> None:
         rows, row_params = slab

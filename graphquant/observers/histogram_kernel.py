@@ -93,7 +93,10 @@ sum_squares: Callable[[Array, Array], tuple[float, float]] = sum_squares_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
 """Computes the sums of squared errors, (C,), from the pieces of a distribution, (8, K + 1), and the scale, smallest and
 largest integer of each candidate, (C, 3); see `Distribution.squared_error`. None if the extension was not compiled."""
-search_blocks: Callable[..., None] | None = None
+search_blocks: (
+    Callable[[Array, Array, Array, Array, tuple[int, int, int], tuple[float | np.float32, ...], bool, bool], None]
+    | None
+) = None
 """Searches the scales and zero points of blocks like `_search_chunk` of `block_search`. None if the extension was not
 compiled."""
 TRUNCATED = (
