@@ -106,6 +106,15 @@ def test_package_is_lazy() -> None:
     )
 
 
+def test_entry_point_imports_nothing() -> None:
+    """The script that pip writes imports next to nothing before `run` handles Ctrl-C, and no handler is set by then."""
+    script = "import signal, {}; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    bare, entry = (imported_modules("-c", script.format(name)) for name in ("sys", "graphquant.__main__"))
+    assert {name for name in entry - bare if not name.startswith("__editable__")} == {
+        *("graphquant", "graphquant.__main__", "__future__", "gc")
+    }
+
+
 @pytest.mark.parametrize("timeout", ["", "26"])
 def test_idle_threads_of_openblas_sleep(timeout: str) -> None:
     """The command line sets the time after which they sleep, before numpy starts them, unless the user does."""
