@@ -1,7 +1,8 @@
 """Install graphquant with other versions of its dependencies, and run README's commands and the runtime tests.
 
 Each environment is new. `lowest` has the lowest version that pyproject.toml allows of each direct dependency, `pinned`
-those of constraints.txt, and `newest` the newest of everything. The others are `pinned` with another release of ONNX
+those of constraints.txt, and `newest` the newest of everything, with the development tools, where README's second
+command runs all tests. The others are `pinned` with another release of ONNX
 Runtime. `newest` and `1.30.0` have a later Python, if that is installed. A failure of `newest` is reported, but it only
 counts if all its releases are as old as the pinned ones. An environment whose packages cannot be downloaded is reported
 as not installed, and does not count either. As many environments are tested at once as there are cores::
@@ -34,7 +35,7 @@ PYTHONS = {"newest": "3.13", "1.30.0": "3.12"}
 """Python of these environments, if it is installed. The others have the Python that runs this script."""
 
 EXTRAS = ("tensorflow", "data", "dask")
-TOOLS = ("pytest", "hypothesis", "jsonschema", "pyyaml", "schemastore")
+TOOLS = ("pytest", "hypothesis", "jsonschema", "pyyaml")
 """Packages that the tests below need, at their pinned versions unless the product's own dependencies choose others."""
 
 UNDECLARED = "sympy==1.14.0"
@@ -47,7 +48,7 @@ RUNTIME_TESTS = (
 """Tests whose results depend on ONNX Runtime, which run in every environment."""
 
 OTHER_TESTS = ("tests/api", "tests/cli")
-"""Tests that also use the other dependencies, for `lowest` and `newest`."""
+"""Tests that also use the other dependencies, for `lowest`. `newest` runs all, as README's second command does."""
 
 UNREACHABLE = re.compile(
     "error sending request|Failed to fetch|name resolution|[Cc]onnection (reset|refused)|timeout|NewConnection"
@@ -82,6 +83,20 @@ def test_tools(chosen: Path) -> list[str]:
     """Requirements of the tests, in addition to those in the file `chosen`."""
     names = set(re.findall(r"^([\w.-]+)==", chosen.read_text("utf-8"), re.MULTILINE))
     return [UNDECLARED, *(name if name in names else f"{name}=={pinned()[name]}" for name in TOOLS)]
+
+
+def read_readme(kind: str) -> str:
+    """Return README's commands, before the heading "Commands" (`setup`) or after it (`commands`)."""
+    command = [sys.executable, ".ci/readme.py", kind]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def set_up_command(program: str) -> str:
+    """Return the command in README's set-up that starts with these words. Raises a ValueError if there is none."""
+    match = re.search(rf"{program} [^\n&]*", read_readme("setup"))
+    if match is None:
+        raise ValueError(f"README does not run {program}")
+    return match[0]
 
 
 def find_interpreter(environment: str) -> str | Path:
@@ -132,7 +147,8 @@ class Environment:
         arguments, lines = requirements(self.name)
         constraints, chosen = self.folder / "constraints.txt", self.folder / "requirements.txt"
         constraints.write_text("\n".join(lines), encoding="utf-8")
-        extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
+        names = (*EXTRAS, *(["dev"] if self.name == "newest" else []))
+        extras = [argument for extra in names for argument in ("--extra", extra)]
         return (
             self.run(self.uv, "venv", "-q", "--python", find_interpreter(self.name), self.folder / "venv")
             and self.run(self.uv, "pip", "compile", "-q", "--no-header", *arguments, "--constraint", constraints,
@@ -156,21 +172,20 @@ class Environment:
 
     def commands(self) -> bool:
         """Run the commands of README, and the main job of its set-up."""
-        texts = [
-            subprocess.run(
-                [sys.executable, ".ci/readme.py", kind], cwd=ROOT, capture_output=True, text=True, check=True
-            ).stdout
-            for kind in ("setup", "commands")
-        ]
-        first = re.search(r"graphquant insert [^\n&]*", texts[0])
-        return first is not None and self.run("bash", "-euo", "pipefail", script=f"{first[0]}\n{texts[1]}")
+        return self.run_script(f"{set_up_command('graphquant insert')}\n{read_readme('commands')}")
 
     def tests(self) -> bool:
         """Run the tests, and insert all rule files into twelve small graphs."""
-        paths = (*RUNTIME_TESTS, *(OTHER_TESTS if self.name in {"lowest", "newest"} else ()))
-        return self.run(self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths) & self.run(
-            self.python, "-W", "ignore", "benchmarks/opsets.py", "--opsets", 17
-        )
+        paths = (*RUNTIME_TESTS, *(OTHER_TESTS if self.name == "lowest" else ()))
+        if self.name == "newest":
+            passed = self.run_script(set_up_command("pytest"))
+        else:
+            passed = self.run(self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
+        return passed & self.run(self.python, "-W", "ignore", "benchmarks/opsets.py", "--opsets", 17)
+
+    def run_script(self, script: str) -> bool:
+        """Run lines of the shell, which end at the first error, and return their success."""
+        return self.run("bash", "-euo", "pipefail", script=script)
 
     def summary(self) -> str:
         """Last line of the tests' output."""
