@@ -13,7 +13,7 @@ import sqlite3
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -247,12 +247,14 @@ class FileHashes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._database_errors():
+        with self._database_errors(), ExitStack() as on_failure:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None)
+            on_failure.callback(self._database.close)
             self._database.execute("pragma journal_mode=wal")
             self._database.execute("pragma synchronous=normal")
             self._database.executescript(_CREATE_TABLES)
+            on_failure.pop_all()
 
     def __enter__(self) -> Self:
         return self

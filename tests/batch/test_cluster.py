@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -280,6 +282,32 @@ def test_shards_obey_the_limits(tmp_path, monkeypatch, cluster):
                 outcome.status for outcome in run_on_cluster(address, entries, partial(quantize_entry), limits)
             ] == [status]
         assert client.run(os.getpid) == before
+
+
+@pytest.mark.slow
+def test_killed_worker_leaves_no_folder(tmp_path, monkeypatch, cluster):
+    """The temporary folder of a killed worker is removed when the next worker starts on the machine."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temp").mkdir()
+    address, started = cluster(1)
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    tmp_path.joinpath("faults.py").write_text("import time\ndef wait():\n    time.sleep(600)\n", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    (entry,) = load_entries(["a.onnx"], {"data": "faults:wait", "output": "never.onnx"})
+    with ThreadPoolExecutor() as pool:
+        outcomes = pool.submit(list, cluster_executor(address)([entry]))
+        while not (folders := list(tmp_path.rglob("graphquant-stats-*"))):
+            assert not outcomes.done()
+            time.sleep(0.05)
+        for process in reversed(started):
+            os.killpg(process.pid, signal.SIGKILL)
+        with pytest.raises(UsageError):
+            outcomes.result()
+    assert all(folder.exists() for folder in folders)
+    tmp_path.joinpath("scheduler.json").unlink()
+    cluster(1)
+    assert not list(tmp_path.rglob("graphquant-stats-*"))
 
 
 @pytest.mark.slow

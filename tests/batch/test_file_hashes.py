@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sqlite3
 import time
 
 import pytest
@@ -94,8 +95,12 @@ def test_claimed_outputs(tmp_path, monkeypatch):
         assert file_hashes.output_digest("s3://bucket/out.onnx") == "cd"
 
 
-def test_invalid_database(tmp_path):
-    """A cache file that is no database raises UsageError with the way to repair it."""
+def test_invalid_database(tmp_path, monkeypatch):
+    """A cache file that is no database raises UsageError with the way to repair it, and is closed."""
     (tmp_path / "m.sqlite").write_bytes(b"no database" * 100)
+    connection = sqlite3.connect(tmp_path / "m.sqlite")
+    monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: connection)
     with pytest.raises(UsageError, match=r"m\.sqlite, .* --cache-dir"):
         FileHashes(tmp_path / "m.sqlite")
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("select 1")
