@@ -64,6 +64,7 @@ LINT_CODES = {
     "GQ112": LintCode("warning", "a Q/DQ pair prevents the fusion of two ops"),
     "GQ113": LintCode("note", "an op runs on integers and would be faster in float"),
     "GQ114": LintCode("error", "the installed runtime computes an integer op wrong on this CPU"),
+    "GQ115": LintCode("error", "the scales or zero points of a quantization do not fit the shape of its tensor"),
 }
 """All codes."""
 
@@ -397,8 +398,8 @@ def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, p
 def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     if op.kind not in {"quantize", "dequantize"}:
         return
-    scale_tensor = next(iter(graph.slots(op.name)[1:2]), None)
-    value = None if scale_tensor is None else context.quantizations.parameters.value(scale_tensor)
+    tensors = graph.slots(op.name)[1:3]
+    value, *zero_points = [None if ref is None else context.quantizations.parameters.value(ref) for ref in tensors]
     if value is None or not value.size or value.dtype.kind in "OSU":
         return
     scales = value.astype(np.float64)
@@ -406,8 +407,15 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
     quantized_source = context.quantizations.quantized_source(TensorRef(graph.name, op.name))
     is_computed = op.kind == "dequantize" and context.quantizations.model.op(quantized_source).kind != "constant"
     if bad.any() and not is_computed:
-        message = f"its scale {scale_tensor} is {scales.reshape(-1)[bad.reshape(-1).argmax()]:g}"
+        message = f"its scale {tensors[0]} is {scales.reshape(-1)[bad.reshape(-1).argmax()]:g}"
         yield "GQ106", message, "calibrate again, or keep this tensor in float"
+    has_constants = all(zero is not None or ref is None for zero, ref in zip(zero_points, tensors[1:], strict=True))
+    if not bad.any() and has_constants and context.quantizations.params(graph.name, op.name) is None:
+        axis = int(op.numeric_attr("axis", 1))
+        message = (
+            f"its {' x '.join(map(str, value.shape))} scales or its zero points do not fit its tensor at axis {axis}"
+        )
+        yield "GQ115", message, "use an axis of the tensor, and as many scales and zero points as it has elements there"
 
 
 def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:

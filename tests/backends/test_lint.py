@@ -134,6 +134,21 @@ CASES = [
     ("", "onnxruntime", A + W + "r = Conv(a, v) t = Relu(r)" + qdq_text("t", "y", zero="z0"), ""),
     ("", "onnxruntime", THREE + "m = MatMul(a, m3) t = Add(m, b)" + qdq_text("t", "k") + "r = Relu(k)" + Y0, ""),
     ("GQ112", "onnxruntime", THREE + "t = MatMul(a, m3)" + qdq_text("t", "k") + "r = Relu(k)" + Y0, "t"),
+    *(
+        (
+            "GQ115",
+            None,
+            f"v = DequantizeLinear<axis = {axis}>({weight}, v0, {zero}) y = Conv(x, v)",
+            "v" if wrong else "",
+        )
+        for axis, weight, zero, wrong in (
+            *((0, "w", "zz", False), (-3, "w", "zz", False), (4, "w", "zz", True), (-5, "w", "zz", True)),
+            *((0, "w", "i0", True), (2, "w", "zz", True), (1, "zz", "zz", True), (-4, "w", "zz", False)),
+        )
+    ),
+    ("GQ115", None, "q = QuantizeLinear<axis = 4>(x, v0, zz) y = DequantizeLinear(q, v0, zz)", "q"),
+    ("GQ115", None, "q = QuantizeLinear(x, v0, zz) y = DequantizeLinear<axis = 7>(q, v0, zz)", "y"),
+    ("GQ115", None, "q = QuantizeLinear(x, v0, zz) y = DequantizeLinear(q, v0, zz)", ""),
     ("GQ113", "tensorrt", "f = Sqrt(x)" + qdq_text("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
 ]
 
