@@ -278,7 +278,7 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         new_runner.start()
     except ModelError as error:
-        raise fail(f"onnxruntime rejects the result: {_runtime_reason(error)}") from error
+        raise fail(f"onnxruntime rejects the result: {first_line(error.__cause__ or error)}") from error
     rng = np.random.default_rng(0)
     input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
     feeds = {name: value for name, value in input_values.items() if value is not None}
@@ -293,7 +293,7 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         results = new_runner.run(feeds)
     except ModelError as error:
-        raise fail(f"the result does not run: {_runtime_reason(error)}") from error
+        raise fail(f"the result does not run: {first_line(error.__cause__ or error)}") from error
     for name, value in expected.items():
         actual, is_float = results[name], value.dtype.kind == "f"
         close = partial(np.allclose, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True)
@@ -322,11 +322,6 @@ def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:
         "opset (one scale per tensor instead of per channel, or per channel instead of per block), or export the model "
         f"at opset {opset}."
     )
-
-
-def _runtime_reason(error: ModelError) -> str:
-    """Return onnxruntime's own message, without the advice around it."""
-    return first_line(error.__cause__ or error)
 
 
 def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:

@@ -625,7 +625,7 @@ class _NumberedModel:
         try:
             yield
         except ModelError as error:
-            reason = STATUS_PREFIX.sub("", first_line(error.__cause__ or error)).strip(". ")
+            reason = first_line(error.__cause__ or error)
             raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
 
     def load_optimized(self, parts: Sequence[SessionPart]) -> Iterator[OptimizedModel]:
@@ -799,9 +799,6 @@ MIN_PROFILED_RUNS = 5
 
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
 """Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
-
-STATUS_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ")
-"""Status code at the start of an error of onnxruntime."""
 
 GENERATED_SUFFIX = re.compile(r"(_nchwc|_q|_dq|_q_to_dq)$")
 """Suffix that onnxruntime adds to the name of a tensor to name an op after it."""

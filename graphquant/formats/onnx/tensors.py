@@ -6,6 +6,7 @@ Ops and their attributes are converted to NodeProtos and TensorProtos here, too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -334,9 +335,26 @@ _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
 }
 
 
+_GROUP = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # parentheses in two others at most
+_EXTENSION = r"\.(?:cc|cpp|cu|cuh|h|hpp|inc):\d+"  # and the number of the line
+CPP_POSITION = re.compile(
+    r"^\[ONNXRuntimeError\] : \d+ : \w+ : |"  # a status code
+    rf"(?<![^\s:])(?:/\S+{_EXTENSION}: \w+: Assertion `[^`]*` failed: |"  # onnx
+    # The signature of the function is behind a path, its name behind the name of a file and a path of Windows.
+    rf"(?:/\S+{_EXTENSION} [^()]*{_GROUP}(?:[^\s()]*{_GROUP}[>&]*| const\b| \[with [^\]]*\])*|"
+    rf"(?:[A-Z]:\\\S+|\w+){_EXTENSION} [\w:]+) "
+    r"(?:.*? was false\. (?=\S))?)"  # the condition, if a sentence follows
+)
+"""Text about the C++ code of another library in its error messages."""
+
+SEARCHED_CHARACTERS = 4_000  # at the start of an error message; the search takes time with the square of the length
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error message, without the full stop."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    """Return the first line of another library's error message, without its place in C++ code and the full stop."""
+    line = str(error).strip().partition("\n")[0]
+    start = CPP_POSITION.sub("", line[:SEARCHED_CHARACTERS])  # a name in a model may have millions
+    return (start + line[SEARCHED_CHARACTERS:]).strip(". ") or type(error).__name__
 
 
 RULE_KEY = "graphquant.rule"

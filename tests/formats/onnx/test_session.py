@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx import runtime, session
+from graphquant.formats.onnx.tensors import first_line
 from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
@@ -59,6 +61,54 @@ def test_failures_are_model_errors(load_text: Any) -> None:
         runner.run({"x": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"onnxruntime failed .* none: "):
         runner.run({})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "shapes"),
+    [
+        ("float[a, b] x, float[c, d] z", "Add(x, z)", [(2, 3), (4, 5)]),
+        ("float[a, b] x, float[c, d] z", "MatMul(x, z)", [(2, 3), (4, 5)]),
+        ("float[a, b, c] x, float[d] z, uint8[e] o", "QuantizeLinear<axis = 5>(x, z, o)", [(2, 3, 4), (3,), (3,)]),
+        ("float[a] x, int64[b] z", "Reshape(x, z)", [(3,), (7,)]),
+        ("float[a, b] x, int64[c] z", "Unsqueeze(x, z)", [(1, 3), (9,)]),
+        ("float[a, b] x, int64[c] z", "Pad(x, z)", [(1, 3), (1,)]),
+        ("float[a] x", "Einsum<equation = 'ij,jk->ik'>(x)", [(3,)]),
+    ],
+)
+def test_errors_name_no_source_code(load_text: Any, inputs: str, nodes: str, shapes: list[tuple[int, ...]]) -> None:
+    """Errors of onnxruntime have no status code, C++ signature or path of a source file."""
+    nodes = nodes.replace("'", '"')
+    output = "uint8" if "Quantize" in nodes else "float"
+    runner = format_.create_runner(load_text(HEAD + f"g ({inputs}) => ({output} y) {{ y = {nodes} }}"))
+    with pytest.raises(ModelError) as failure:
+        runner.run({spec.name: np.ones(shape, spec.dtype) for spec, shape in zip(runner.inputs, shapes, strict=True)})
+    assert re.search(r"ONNXRuntimeError|\.(h|cc):\d|::|\w\(| was false", str(failure.value)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[ONNXRuntimeError] : 1 : FAIL : /src/m.cc:256 ort::Model::Model(P&&, const L&) Bad: 9.\n", "Bad: 9"),
+        ("No:/x/y.h:31 int64_t ort::F(int64_t, int64_t) Ok(axis, rank) was false. axis 5 (of 3)", "No:axis 5 (of 3)"),
+        ("/x/y.h:3 void ort::P::C(T&, s<const long>) [with T = K; V = a::B<long, 10>] n was false.", "n was false"),
+        ("/x/y.cc:3 ort::F(const S&)::<lambda(const std::function<void(int)>&)> const x was false. No", "No"),
+        ("/x/y.cc:3 bool ort::X::operator()(const T&) const Wrong", "Wrong"),
+        (r"D:\a\_work\1\s\core\model.cc:181 onnxruntime::Model::Model Unsupported version", "Unsupported version"),
+        ("at matmul.h:59 Compute Sizes (2) differ", "at Sizes (2) differ"),
+        ("/g/onnx/BaseConverter.h:70: adapter_lookup: Assertion `false` failed: No adapter (y)", "No adapter (y)"),
+        ("Node:a.h:b Op(Concat) has data.cc:12", "Node:a.h:b Op(Concat) has data.cc:12"),
+        ("", "ValueError"),
+    ],
+)
+def test_first_line(text: str, expected: str) -> None:
+    """The first line of an error has no text about C++ code, for messages of Linux, Windows and onnx."""
+    assert first_line(ValueError(text)) == expected
+
+
+def test_first_line_takes_linear_time() -> None:
+    """Names of millions of characters, which a model may have, are searched at their start only."""
+    for text in ("a:" * 10**6, "/a.h:1 " * 10**6, "/a.h:1 f((" + "()" * 10**6, "/a.h:1 f() " + "x was false." * 10**6):
+        assert len(first_line(ValueError(text))) > 10**6
 
 
 def test_custom_ops_and_missing_data_have_messages(load_text: Any, tmp_path: Path) -> None:
