@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 RUN_VALUES = 16  # length of a run of values, mostly different ones, that two samples share only if they overlap
 MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
+SPLIT_SAMPLES = 8  # below this number, samples that determined the ranges also judge the result
 MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
 MAX_PIXEL = 255
 MAX_VALUE = float(np.sqrt(np.finfo(np.float32).max))  # a BatchNorm or LayerNorm squares values
@@ -361,8 +362,9 @@ class SampleCheck:
                 output_runner = None if calibrated_model is None else formats.create_runner(calibrated_model)
                 response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
-        # The figures of each command show how little a few samples say.
-        return tuple(finding for finding in findings if finding.kind != "few-samples")
+        # From there on, the figures of each command show how little a few samples say.
+        shows_figures = self._dataset.count >= SPLIT_SAMPLES
+        return tuple(finding for finding in findings if not (shows_figures and finding.kind == "few-samples"))
 
 
 def _read_samples(
@@ -453,8 +455,8 @@ def _dataset_findings(dataset: Dataset) -> dict[str, str]:
         findings["random"] = "The data is random. Use samples that are similar to real inputs."
     if dataset.count < FEW_SAMPLES:
         findings["few-samples"] = (
-            f"There are only {dataset.count} samples. Below {FEW_SAMPLES}, ranges depend on the choice of samples."
-            " Add more."
+            f"There are too few samples ({dataset.count}). Below {FEW_SAMPLES}, ranges and errors depend on"
+            " their choice. Add more."
         )
     unused_keys = [
         name for name in dataset.ignored if name.lower() not in LABEL_KEYS and not name.startswith("files with ")

@@ -269,6 +269,18 @@ def test_commands_run_the_check(samples, tmp_path, cli) -> None:
         ] * bool(kind)
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+def test_samples_that_judge_their_own_ranges(samples, count) -> None:
+    """Insert, calibrate and compare warn of fewer than 8 samples, of which none are held out."""
+    model, data = samples / "digits_cnn.onnx", {"image": calibration_images(samples)[:count]}
+    expected = ["few-samples"] if count < 8 else []
+    result = gq.insert(model, data=data)
+    assert [finding.kind for finding in result.data_findings] == expected
+    assert result.validation.reuses_samples is (count < 8)
+    assert [finding.kind for finding in gq.calibrate(model, gq.plan(model), data).data_findings] == expected
+    assert [finding.kind for finding in gq.compare(result.source, result.model, data).data_findings] == expected
+
+
 def test_batch_reports_the_warnings(samples, tmp_path) -> None:
     """A batch keeps the status and reports the warning."""
     np.savez(tmp_path / "zeros.npz", image=calibration_images(samples) * 0)
