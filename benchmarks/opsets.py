@@ -274,15 +274,19 @@ GRAPHS: dict[str, Callable[[int], onnx.ModelProto]] = {
 }  # fmt: skip
 
 
-def run(path: Path, x: NDArray[Any]) -> NDArray[Any]:
-    """Run the model on one input with the installed onnxruntime."""
+def run(path: Path, samples: NDArray[Any]) -> NDArray[Any]:
+    """Run the model on each sample with the installed onnxruntime, and return the outputs.
+
+    One sample of the transposed convolution gives 12 values that an average over 64 positions left near zero. Vitis AI
+    ties their scale to that of the average's input, so that they are rounded to a few steps and their error varies.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, {"x": x})[0])
+    return np.stack([session.run(None, {"x": x})[0] for x in samples])
 
 
-def outcome(model: Path, rules: str, data: Path, x: NDArray[Any], expected: NDArray[Any]) -> str:
+def outcome(model: Path, rules: str, data: Path, samples: NDArray[Any], expected: NDArray[Any]) -> str:
     """Insert one rule file and run the result. An outcome that begins with "wrong" is a defect."""
     target = model.with_name("out.onnx")
     target.unlink(missing_ok=True)
@@ -294,7 +298,7 @@ def outcome(model: Path, rules: str, data: Path, x: NDArray[Any], expected: NDAr
             return f"wrong: exit {error.exit_code}: {error}"
         return f"refused with exit code {error.exit_code}"
     try:
-        actual = run(target, x)
+        actual = run(target, samples)
     except Exception as error:  # noqa: BLE001  # onnxruntime's errors have no common class
         if result.unjudged_reason and rules not in {"onnxruntime", "generic"}:
             return "for another backend, and insert says that onnxruntime does not load it"
@@ -329,12 +333,12 @@ def main() -> None:
                 samples = RNG.standard_normal((8, *shape)).astype(np.float32)
                 np.savez(data, x=samples)
                 try:
-                    expected = run(model, samples[0])
+                    expected = run(model, samples)
                 except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class
                     counts["not run before quantization either"] += 1
                     continue
                 for rules in arguments.rules.split(","):
-                    text = outcome(model, rules, data, samples[0], expected)
+                    text = outcome(model, rules, data, samples, expected)
                     counts[text.split(":")[0]] += 1
                     if text.startswith("wrong"):
                         print(f"{name}, opset {opset}, {rules}: {text[:300]}", flush=True)

@@ -39,8 +39,8 @@ MERGED = "_new_reshape"
 COPY = re.compile(r"_token_[0-9]+\Z")
 """Suffix that ONNX Runtime adds to the name of an op that it creates again."""
 
-FUSED = "/MatMulAddFusion"
-"""Suffix of the name of a Gemm that is made of MatMul and Add."""
+FUSED = re.compile("/(MatMulAddFusion|GatherSliceToSplitFusion)")
+"""Suffix of the name of a Gemm that is made of MatMul and Add, or of a Split that is made of Slices."""
 
 
 def name_ops(message: Any) -> None:
@@ -90,7 +90,7 @@ def _walk(graph: Any, outer: dict[str, int], found: dict[str, str]) -> None:
             if attribute.HasField("g"):
                 _walk(attribute.g, types, found)
         if node.op_type not in SILENT:
-            found[COPY.sub("", node.name).removesuffix(FUSED)] = _type(node, types)
+            found[FUSED.sub("", COPY.sub("", node.name))] = _type(node, types)
         for name in node.output:
             types.setdefault(name, _made(node, types))
 
