@@ -311,6 +311,8 @@ def validate_model(
     `quantized_runner` runs a model that no format module runs, whose tensors are not measured, and `outputs` has its
     outputs by those of the source. Raises a DataError if a sample does not fit.
     """
+    reuse = holdout.reuses_samples
+    validation = Validation(comparison=None, reuses_samples=reuse, bounds=bounds, target_sqnr=target_sqnr)
     try:
         runner = with_selections(formats.shared_runner(source, "source"))
         is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
@@ -329,19 +331,10 @@ def validate_model(
             else (0, 0)
         )
     except (MissingDependencyError, ModelError) as error:
-        return Validation(
-            comparison=None,
-            problem=str(error),
-            float_failed=not _can_run(source, holdout.dataset),
-            reuses_samples=holdout.reuses_samples,
-            bounds=bounds,
-            target_sqnr=target_sqnr,
-        )
-    validation = Validation(
+        return replace(validation, problem=str(error), float_failed=not _can_run(source, holdout.dataset))
+    validation = replace(
+        validation,
         comparison=comparison,
-        reuses_samples=holdout.reuses_samples,
-        bounds=bounds,
-        target_sqnr=target_sqnr,
         quantized_macs=quantized_macs,
         total_macs=total_macs,
         calibrated_on_other_data=holdout.calibrated_on_other_data,

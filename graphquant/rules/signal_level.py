@@ -12,14 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from graphquant.ir import (
-    TRANSPARENT_KINDS,
-    VALUE_MOVING_KINDS,
-    WEIGHTED_KINDS,
-    OpKey,
-    TensorRef,
-    reachable,
-)
+from graphquant.ir import TRANSPARENT_KINDS, VALUE_MOVING_KINDS, WEIGHTED_KINDS, OpKey, TensorRef, reachable
 
 if TYPE_CHECKING:
     from graphquant.ir import Graph, Model, Op, Parameters
