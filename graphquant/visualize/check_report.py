@@ -55,8 +55,8 @@ def _check_heading(report: CheckReport) -> str:
         return f"{path} for {report.backend}: the model cannot be loaded, so nothing is known; {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
     text = f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision"
-    text += f", {counts['fused']} more are fused" if counts["fused"] else ""
-    text += f", {counts['removed']} are removed" if counts["removed"] else ""
+    text += f", {counts['fused']} more fused" if counts["fused"] else ""
+    text += f", {counts['removed']} removed" if counts["removed"] else ""
     if BACKENDS[report.backend].by_tables:
         text += ", by tables of its rules and without the runtime"
     return f"{text}; {finding_count}."
