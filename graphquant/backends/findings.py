@@ -104,6 +104,7 @@ class Backend:
     description: str  # short description
     # function that returns the verdicts; raises `RejectedModelError` if the backend cannot load the model
     judge: Callable[[Model], tuple[Verdict, ...]]
+    by_tables: bool = False  # True if tables of its rules predict the verdicts, and False if the runtime shows them
     symmetric: bool = False  # whether activations must be symmetric, so that a symmetric Relu is not a mistake
     per_tensor_kinds: frozenset[str] = frozenset()  # kinds whose weight has one scale
     ties_concat: bool = False  # whether all inputs and the output of a Concat need one scale

@@ -49,7 +49,8 @@ PRODUCT_KINDS = (*CONVOLUTION_KINDS, "matmul", "gemm")
 
 def _table_backend(table: RequirementTable, **fields: Any) -> Backend:
     """Return the backend of a table; `fuses` is that of the table by default."""
-    return Backend(**{"judge": partial(judge_from_table, table=table), "fuses": table.fuses, **fields})
+    defaults: dict[str, Any] = {"judge": partial(judge_from_table, table=table), "fuses": table.fuses}
+    return Backend(by_tables=True, **(defaults | fields))
 
 
 MIN_INTEGER_CHANNELS = 16

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from graphquant import __version__
-from graphquant.backends import LINT_CODES, CheckReport, Verdict
+from graphquant.backends import BACKENDS, LINT_CODES, CheckReport, Verdict
 from graphquant.errors import escape_unprintable
 from graphquant.utils.text import format_shape, join_limited
 from graphquant.visualize.tables import Column, Table, group_values, join_names, plain_line, pluralize
@@ -55,9 +55,9 @@ def _check_heading(report: CheckReport) -> str:
         return f"{path} for {report.backend}: the model cannot be loaded, so nothing is known; {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
     text = f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision"
-    text += f", {counts['fused']} more are fused" if counts["fused"] else ""
-    text += f", {counts['removed']} are removed" if counts["removed"] else ""
-    if not report.backend.startswith("onnxruntime"):
+    text += f", {counts['fused']} more fused" if counts["fused"] else ""
+    text += f", {counts['removed']} removed" if counts["removed"] else ""
+    if BACKENDS[report.backend].by_tables:
         text += ", by tables of its rules and without the runtime"
     return f"{text}; {finding_count}."
 

@@ -269,7 +269,7 @@ def _unfolded_lines(result: Result) -> list[RenderableType]:
     from graphquant.quantize.fold_batchnorm import VARIABLES_NOT_FOLDED
 
     count = sum(skip.reason == VARIABLES_NOT_FOLDED for skip in result.skips)
-    message = f"note: {count} BatchNorms are not folded, because they have variables. A frozen model often loses less:"
+    message = f"note: BatchNorms with variables are not folded: {count}. A frozen model often loses less:"
     command = f"graphquant freeze {shlex.quote(str(result.source.path or 'MODEL'))} -o NAME.pb"
     return [plain_line(f"{message} {command}", style="yellow")] if count else []
 

@@ -16,7 +16,7 @@ from graphquant.analysis.validation import record_float_outputs
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
 from graphquant.calibration.memory import estimate_footprint
-from graphquant.formats.onnx.session import OnnxRunner
+from graphquant.formats.onnx.runner import OnnxRunner
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -315,7 +315,7 @@ def test_no_validate(labelled_net: Path) -> None:
 def test_models_that_cannot_run_fail_validation(labelled_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that its framework refuses is written all the same, and misses every bound."""
     from graphquant.errors import ModelError
-    from graphquant.formats.onnx.session import OnnxRunner
+    from graphquant.formats.onnx.runner import OnnxRunner
 
     def refuse(*_: Any) -> None:
         raise ModelError("It is refused. Mend it.")

@@ -18,7 +18,7 @@ from graphquant.calibration.data import Dataset
 from graphquant.calibration.memory import group_observed_tensors
 from graphquant.calibration.targets import all_float_targets
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import create_runner as create_onnx_runner
+from graphquant.formats.onnx.runner import create_runner as create_onnx_runner
 from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from onnx import parser
 
 import graphquant as gq
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import create_runner
+from graphquant.formats.onnx.runner import create_runner
 from graphquant.ir import TensorRef
 from graphquant.quantize import SkipCode
 

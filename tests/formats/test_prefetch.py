@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from graphquant import formats
 from graphquant.errors import ModelError
 from graphquant.formats import prefetch
-from graphquant.formats.onnx import session as onnx_session
+from graphquant.formats.onnx import runner as onnx_runner
 from graphquant.ir import TensorRef
 
 INFO = helper.make_tensor_value_info
@@ -122,7 +122,7 @@ def test_closing_prefetch_cancels_pending_runs() -> None:
     assert len(begun) <= 3
 
 
-@pytest.mark.parametrize(("largest", "sessions"), [(onnx_session.SESSION_PER_THREAD_BYTES, 2), (0, 1)])
+@pytest.mark.parametrize(("largest", "sessions"), [(onnx_runner.SESSION_PER_THREAD_BYTES, 2), (0, 1)])
 def test_small_model_has_one_session_per_thread(
     runner, monkeypatch: pytest.MonkeyPatch, largest: int, sessions: int
 ) -> None:
@@ -130,7 +130,7 @@ def test_small_model_has_one_session_per_thread(
     busy: dict[int, int] = {}
     concurrent_runs: list[int] = []
     together, runs = threading.Barrier(2), itertools.count()
-    original = onnx_session.run_session
+    original = onnx_runner.run_session
 
     def counting_run_session(session, *arguments):
         busy[id(session)] = busy.get(id(session), 0) + 1
@@ -142,8 +142,8 @@ def test_small_model_has_one_session_per_thread(
         finally:
             busy[id(session)] -= 1
 
-    monkeypatch.setattr(onnx_session, "SESSION_PER_THREAD_BYTES", largest)
-    monkeypatch.setattr(onnx_session, "run_session", counting_run_session)
+    monkeypatch.setattr(onnx_runner, "SESSION_PER_THREAD_BYTES", largest)
+    monkeypatch.setattr(onnx_runner, "run_session", counting_run_session)
     tensor, values = TensorRef("", "y"), []
     feeds = [{"x": np.array([n, 0], np.float32)} for n in range(40)]
     list(

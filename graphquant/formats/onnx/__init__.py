@@ -14,16 +14,9 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.file_writer import save
     from graphquant.formats.onnx.index import input_specs, read_metadata
     from graphquant.formats.onnx.reader import from_onnx, load, restore_original
+    from graphquant.formats.onnx.runner import create_runner, optimize_model, prepare_timed_run, profile_ops
     from graphquant.formats.onnx.runtime import PRODUCT_TYPES, find_wrong_product, has_int8_cache, supports_fused_form
-    from graphquant.formats.onnx.session import (
-        OptimizedModel,
-        SessionError,
-        create_runner,
-        optimize_model,
-        prepare_timed_run,
-        profile_ops,
-        require_loadable,
-    )
+    from graphquant.formats.onnx.session import OptimizedModel, SessionError, require_loadable
 
 DEFAULT_RULES = "onnxruntime"
 DEFAULT_FAMILY = "onnx-qdq"
@@ -34,11 +27,9 @@ _NAMES_BY_MODULE = {
     "file_writer": ("save",),
     "index": ("input_specs", "read_metadata"),
     "reader": ("from_onnx", "load", "restore_original"),
+    "runner": ("create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
     "runtime": ("PRODUCT_TYPES", "find_wrong_product", "has_int8_cache", "supports_fused_form"),
-    "session": (
-        *("OptimizedModel", "SessionError", "create_runner", "optimize_model", "prepare_timed_run", "profile_ops"),
-        "require_loadable",
-    ),
+    "session": ("OptimizedModel", "SessionError", "require_loadable"),
 }
 """Public names by the module that defines them."""
 _MODULES_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -25,7 +25,7 @@ from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_m
 from graphquant.formats.onnx.file_writer import external_tensors
 from graphquant.formats.onnx.index import retain_entries
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import OnnxRunner
+from graphquant.formats.onnx.runner import OnnxRunner
 from graphquant.formats.onnx.shape_inference import (
     HIDDEN_DOMAIN,
     INFERENCE_ERRORS,

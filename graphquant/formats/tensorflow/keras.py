@@ -117,7 +117,7 @@ def load_keras(path: Path) -> Model:
                     " package that reads such files with: pip install tf-keras"
                 ) from error
             raise ModelError(
-                f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a"
+                f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))}. Export it to a"
                 " SavedModel with model.export(folder) in its own environment, and pass that folder."
             ) from error
     source = read_source(folder)
@@ -194,7 +194,7 @@ def _read_safe_config(path: Path) -> tuple[Any, str]:
         text, version = _read_zip_config(path) if path.suffix == ".keras" else _read_h5_config(path)
         config = json.loads(text)
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))} It may be damaged.") from error
+        raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))}. It may be damaged.") from error
     for entry in _json_objects(config):
         name, layer_config = entry.get("class_name"), entry.get("config")
         if isinstance(name, str) and name in _CODE_CLASSES:

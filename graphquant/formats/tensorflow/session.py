@@ -452,7 +452,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
     except tensorflow.errors.OpError as error:
         raise ModelError(f"TensorFlow cannot run the model: {last_error_line(error.message)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}") from error
+        raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}.") from error
 
 
 _PROTO_TEXT = re.compile(r"^\w+ \{$", re.MULTILINE)  # the start of a message in text form
@@ -475,8 +475,8 @@ def last_error_line(text: str) -> str:
 
 
 def first_error_line(text: str) -> str:
-    """Return the first line of an error's text that states a reason."""
-    lines = (line.strip() for line in text.splitlines())
+    """Return the first line of an error's text that states a reason, without the full stop."""
+    lines = (line.strip().rstrip(".") for line in text.splitlines())
     return next((line for line in lines if line not in {"", "Graph execution error:"}), "no reason given")
 
 

@@ -11,7 +11,7 @@ import pytest
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx.reader import model_from_message
-from graphquant.formats.onnx.session import OnnxRunner
+from graphquant.formats.onnx.runner import OnnxRunner
 from graphquant.ir import check_invariants
 
 OLD = """<ir_version: 5, opset_import: ["" : 11]>

@@ -22,6 +22,7 @@ from graphquant.backends import judge_ops
 from graphquant.cli import main
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import create_runner, file_writer, session, split_session
+from graphquant.formats.onnx import runner as onnx_runner
 from graphquant.formats.onnx.session import SessionError, create_session, require_loadable
 from graphquant.formats.onnx.split_session import SplitSession, create_split_session
 
@@ -33,6 +34,13 @@ def few_pairs_per_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split every model with a pair into parts of two nodes or more."""
     monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", 0)
     monkeypatch.setattr(split_session, "PART_NODES", 2)
+
+
+def set_limits(patches: pytest.MonkeyPatch, **limits: int) -> None:
+    """Set limits of the number of pairs, which sessions and runners share."""
+    for name, limit in limits.items():
+        for module in (session, onnx_runner):
+            patches.setattr(module, name, limit)
 
 
 def quantized_chain(*, residual: bool = False, dtype: str = "float32") -> onnx.ModelProto:
@@ -146,10 +154,10 @@ def test_validation_in_parts(name: str, kept: bool, monkeypatch: pytest.MonkeyPa
     whole = gq.insert(SAMPLES / f"{name}.onnx", data=data)
     monkeypatch.setattr(split_session, "MAX_SESSION_PAIRS", 0)
     monkeypatch.setattr(split_session, "PART_NODES", 2)
-    monkeypatch.setattr(session, "MAX_KEPT_PAIRS", 4000 if kept else 0)
+    set_limits(monkeypatch, MAX_KEPT_PAIRS=4000 if kept else 0)
     parts = gq.insert(SAMPLES / f"{name}.onnx", data=data)
-    emitted, emit = [], session.emit_message
-    monkeypatch.setattr(session, "emit_message", lambda *args, **more: emitted.append(args) or emit(*args, **more))
+    emitted, emit = [], onnx_runner.emit_message
+    monkeypatch.setattr(onnx_runner, "emit_message", lambda *args, **more: emitted.append(args) or emit(*args, **more))
     runner = create_runner(parts.model)
     runner.start()
     assert isinstance(runner._session, SplitSession)
@@ -173,9 +181,9 @@ def test_verdicts_in_parts(residual: bool, parts_at_once: int, tmp_path: Path, m
     onnx.save(quantized_chain(residual=residual), tmp_path / "chain.onnx")
     model = gq.load(tmp_path / "chain.onnx")
     whole = judge_ops(model, "onnxruntime")
-    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    set_limits(monkeypatch, MAX_OPTIMIZED_PAIRS=0)
     monkeypatch.setattr(session, "PARTS_PER_OPTIMIZED_MODEL", parts_at_once)
-    optimized = list(session.optimize_model(model))
+    optimized = list(onnx_runner.optimize_model(model))
     assert judge_ops(model, "onnxruntime") == whole != ()
     assert (len(optimized) == 1) == (residual or parts_at_once == 1000)  # all parts read the same residual
     for part in optimized:
@@ -220,9 +228,9 @@ def test_equal_parts_are_judged_once(steps: Sequence[str], repeats: int) -> None
         onnx.save(repeated_chain(steps, repeats), Path(folder, "chain.onnx"))
         model = gq.load(Path(folder, "chain.onnx"))
         whole = judge_ops(model, "onnxruntime")
-        patches.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+        set_limits(patches, MAX_OPTIMIZED_PAIRS=0)
         assert judge_ops(model, "onnxruntime") == whole
-        copied = sum(len(copies) for part in session.optimize_model(model) for copies, _ in part.copies)
+        copied = sum(len(copies) for part in onnx_runner.optimize_model(model) for copies, _ in part.copies)
     if set(steps) == {"MatMul"} and len(steps) * repeats > 6:
         assert copied > 0
 
@@ -231,12 +239,11 @@ def test_equal_parts_are_judged_once(steps: Sequence[str], repeats: int) -> None
 def test_sessions_of_the_validation_give_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The validation of a model with many pairs writes the optimized parts, so that no session is created for them."""
     numbered = []
-    load_numbered = session._load_numbered
+    load_numbered = session.load_numbered
     monkeypatch.setattr(
-        session, "_load_numbered", lambda *args, **kwargs: numbered.append(args) or load_numbered(*args, **kwargs)
+        onnx_runner, "load_numbered", lambda *args, **kwargs: numbered.append(args) or load_numbered(*args, **kwargs)
     )
-    for name in ("MAX_KEPT_PAIRS", "MAX_OPTIMIZED_PAIRS"):
-        monkeypatch.setattr(session, name, 0)
+    set_limits(monkeypatch, MAX_KEPT_PAIRS=0, MAX_OPTIMIZED_PAIRS=0)
     monkeypatch.setattr(validation, "MAX_MEASURED_SITES", 0)
     result = gq.insert(SAMPLES / "digits_cnn.onnx", data=f"{SAMPLES / 'digits_cnn'}_calib.npz")
     assert result.validation is not None
@@ -258,8 +265,8 @@ def test_float_outputs_come_from_the_session_that_observes(tmp_path: Path, monke
     insert = partial(gq.insert, tmp_path / "float.onnx", data=str(tmp_path / "data.npz"), rules="generic")
     expected = insert().validation
     monkeypatch.setattr(validation, "MAX_MEASURED_SITES", 0)
-    runs, start = [], session.OnnxRunner.start
-    monkeypatch.setattr(session.OnnxRunner, "start", lambda runner: runs.append(runner) or start(runner))
+    runs, start = [], onnx_runner.OnnxRunner.start
+    monkeypatch.setattr(onnx_runner.OnnxRunner, "start", lambda runner: runs.append(runner) or start(runner))
     measured = insert().validation
     assert expected is not None
     assert measured is not None
@@ -286,7 +293,7 @@ def test_sessions_of_parts_are_created_in_order(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.usefixtures("few_pairs_per_part", "rules_alone")
 def test_the_message_of_the_validation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command emits a model with many pairs once, for its validation, and writes the same bytes as `save`."""
-    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    set_limits(monkeypatch, MAX_OPTIMIZED_PAIRS=0)
     arguments = ["insert", f"{SAMPLES / 'digits_cnn.onnx'}", "--data", f"{SAMPLES / 'digits_cnn'}_calib.npz"]
     with monkeypatch.context() as patches:
         patches.setattr(file_writer, "emit_message", None)
@@ -331,7 +338,7 @@ def test_errors_of_a_part_name_the_op(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(SessionError) as error:
         require_loadable(gq.load(tmp_path / "bad.onnx"))
     assert error.value.op_key == ("", "bad")
-    monkeypatch.setattr(session, "MAX_OPTIMIZED_PAIRS", 0)
+    set_limits(monkeypatch, MAX_OPTIMIZED_PAIRS=0)
     with pytest.raises(ModelError, match=r"onnxruntime rejects the model: .*\(bad\)"):
         create_runner(gq.load(tmp_path / "bad.onnx")).run({"x": np.ones((1, 4), np.float32)})
 
@@ -339,7 +346,7 @@ def test_errors_of_a_part_name_the_op(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("few_pairs_per_part")
 def test_groups_of_feeds_and_observed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feeds that pass the parts in two groups, and tensors that are observed in parts, have the bits of the whole."""
-    monkeypatch.setattr(session, "FEEDS_PER_SPLIT_RUN", 2)
+    monkeypatch.setattr(onnx_runner, "FEEDS_PER_SPLIT_RUN", 2)
     message = quantized_chain()
     onnx.save(message, tmp_path / "chain.onnx")
     runner = create_runner(gq.load(tmp_path / "chain.onnx"))
