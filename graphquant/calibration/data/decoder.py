@@ -87,11 +87,6 @@ class _SampleGenerator:
         self._runner = formats.create_runner(model)
         self._inputs, self._ids, self._masks = inputs, ids, masks
         self._presents = presents  # name of the output that has the next value, by the name of each state
-        self._first_states = {
-            state.name: (_first_sizes(model, state), numpy_dtype(state.dtype))
-            for state in inputs
-            if state.name in presents
-        }
 
     def samples(self, sequences: Dataset) -> Iterator[Feed]:
         """Yield the samples of all sequences, with their labels."""
@@ -110,10 +105,8 @@ class _SampleGenerator:
         batch, count = len(tokens), tokens.shape[1] - 1
         # A decoder for one token at a time also reads its first tokens one by one.
         first = 1 if self._ids.shape is not None and self._ids.shape[1:] == (1,) else count - STEPS
-        states = {
-            name: np.zeros([batch if size is None else size for size in sizes], dtype)
-            for name, (sizes, dtype) in self._first_states.items()
-        }
+        given = [entry for entry in self._inputs if entry.name in self._presents]
+        states = {entry.name: _first_state(self._runner.model, entry, batch) for entry in given}
         for start, stop in [(0, first), *((position, position + 1) for position in range(first, count))]:
             feed = {self._ids.name: tokens[:, start:stop], **states}
             for entry in self._inputs:
@@ -126,29 +119,27 @@ class _SampleGenerator:
                 states = {name: outputs[present] for name, present in self._presents.items()}
 
 
-def _first_sizes(model: Model, state: InputSpec) -> list[int | None]:
-    """Return the sizes of a past state before the first token; None for an axis that counts sequences.
+def _first_state(model: Model, state: InputSpec, batch: int) -> Array:
+    """Return a past state before the first token: its first axis of unknown size counts sequences.
 
     Raises a DataError if it has no axis of unknown size for positions.
     """
     graph, shape = model.main, state.shape or ()
     uses = [(graph.op(use.op), use.slot) for use in graph.consumers(TensorRef(graph.name, state.name))]
     reader, slot = next(((op, slot) for op, slot in uses if op.role(slot) == "state"), (None, 0))
-    if reader is not None and reader.kind != "attention" and None not in shape[1:]:
-        return [*shape]  # of a convolution or recurrence, which starts with zeros
-    is_attention = reader is not None and len(shape) == ATTENTION_AXES
-    axis = POSITIONS_AXIS if is_attention else max((axis for axis, size in enumerate(shape) if size is None), default=0)
+    sizes = [batch if size is None else size for size in shape]
+    if reader is not None and reader.kind != "attention":
+        return np.zeros(sizes, numpy_dtype(state.dtype))  # a convolution or recurrence starts with zeros
+    axis = max((axis for axis, size in enumerate(shape) if size is None), default=0)  # of positions
+    if reader is not None and len(shape) == ATTENTION_AXES:
+        axis, sizes[-1] = POSITIONS_AXIS, shape[-1] or _head_size(graph, reader, slot)
     if shape[axis : axis + 1] != (None,):
         raise DataError(
             f"The past state {state.name!r} is {format_shape(shape)} without an axis that grows, so that it cannot be"
             " empty before the first token. Provide it in the data."
         )
-    sizes = [*shape]
-    sizes[axis] = 0
-    if reader is not None and is_attention:
-        sizes[axis] = fixed_cache_size(reader)
-        sizes[-1] = shape[-1] or _head_size(graph, reader, slot)
-    return sizes
+    sizes[axis] = 0 if reader is None else fixed_cache_size(reader)
+    return np.zeros(sizes, numpy_dtype(state.dtype))
 
 
 def _head_size(graph: Graph, attention: Op, slot: int) -> int:
