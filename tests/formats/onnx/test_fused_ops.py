@@ -922,8 +922,9 @@ def test_multiply_adds_of_experts(tmp_path: Path) -> None:
     body = 'y = com.microsoft.MoE<k = 2, activation_type = "silu", normalize_routing_weights = 1>(x, p, w, , v)'
     onnx.save(parse(body, "float[n, 128] x, float[n, 20] p", "float[n, 128] y", weights), tmp_path / "float.onnx")
     expected = 2 * (256 * 128 + 128 * 256)
-    for rules in ("weight_only_int8", "dynamic", "weight_only_int4"):
-        result = gq.insert(tmp_path / "float.onnx", rules=[rules])
+    data = {"x": rng.standard_normal((8, 128)).astype(np.float32), "p": rng.standard_normal((8, 20)).astype(np.float32)}
+    for rules in ("weight_only_int8", "dynamic", "weight_only_int4", "onnxruntime"):
+        result = gq.insert(tmp_path / "float.onnx", rules=[rules], data=data)
         assert [*count_macs(result.source).values()] == [*count_macs(result.model).values()] == [expected]
         assert op_counts(onnx_format.emit(result.model)).keys() >= ({"QMoE"} if HAS_FAST_EXPERTS else {"MoE"})
 
