@@ -924,7 +924,7 @@ def test_multiply_adds_of_experts(tmp_path: Path) -> None:
     expected = 2 * (256 * 128 + 128 * 256)
     data = {"x": rng.standard_normal((8, 128)).astype(np.float32), "p": rng.standard_normal((8, 20)).astype(np.float32)}
     for rules in ("weight_only_int8", "dynamic", "weight_only_int4", "onnxruntime"):
-        result = gq.insert(tmp_path / "float.onnx", rules=[rules], data=data)
+        result = gq.insert(tmp_path / "float.onnx", rules=[rules], data=data if rules == "onnxruntime" else None)
         assert [*count_macs(result.source).values()] == [*count_macs(result.model).values()] == [expected]
         assert op_counts(onnx_format.emit(result.model)).keys() >= ({"QMoE"} if HAS_FAST_EXPERTS else {"MoE"})
 
