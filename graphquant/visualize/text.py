@@ -218,7 +218,8 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
 
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
     if not verdicts and result.model.traits.judgeable and not can_examine(result.model):
-        return [plain_line("note: the model is too large to examine how ONNX Runtime runs each op")]
+        note = "note: the model is too large to examine how ONNX Runtime runs each op."
+        return [plain_line(f"{note} check --for onnxruntime does, in up to three times the memory of its weights.")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
     message = f"ONNX Runtime computes {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
