@@ -221,6 +221,56 @@ def test_packed_table_of_another_tool(tmp_path: Path, bits: int, has_zero_points
     np.testing.assert_allclose(run(stripped, {"i": np.arange(9)})[0], rows, rtol=1e-6)
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    columns=st.integers(1, 70),
+    rows=st.integers(1, 9),
+    has_zero_points=st.booleans(),
+    has_table=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_negative_scales_of_another_tool(
+    tmp_path: Path, bits: int, columns: int, rows: int, has_zero_points: bool, has_table: bool, seed: int
+) -> None:
+    """Blocks with negative scales are read with positive ones, and written as they were, also with a shared table."""
+    rng, middle = np.random.default_rng(seed), 1 << (bits - 1)
+    columns = -(-columns // 32) * 32 if has_table else columns
+    blocks = -(-columns // 32)
+    integers = rng.integers(0, 2 * middle, (rows, blocks * 32))
+    scales = (rng.uniform(0.5, 1, (rows, blocks)) * rng.choice([-1, 1], (rows, blocks))).astype(np.float32)
+    zeros = rng.integers(0, 2 * middle, (rows, blocks)) if has_zero_points else np.full((rows, blocks), middle)
+    weights = {"q": pack_elements(integers, bits).reshape(rows, blocks, -1), "s": scales}
+    weights |= {"z": pack_elements(zeros, bits)} if has_zero_points else {}
+    zero_point = ", z" if has_zero_points else ""
+    body = (
+        f"y = com.microsoft.MatMulNBits<K = {columns}, N = {rows}, bits = {bits}, block_size = 32>(x, q, s{zero_point})"
+    )
+    inputs, outputs = f"float[n, {columns}] x", f"float[n, {rows}] y"
+    if has_table:
+        weights["size"] = np.array([rows, blocks * 4 * bits])
+        attrs = f"bits = {bits}, block_size = 32, gather_axis = 0, quantize_axis = 1"
+        body += f" t = Reshape(q, size) e = com.microsoft.GatherBlockQuantized<{attrs}>(t, i, s{zero_point})"
+        inputs, outputs = f"{inputs}, int64[m] i", f"{outputs}, float[m, {columns}] e"
+    message = parse(body, inputs, outputs, weights)
+    onnx.save(message, tmp_path / "other.onnx")
+    model = gq.load(tmp_path / "other.onnx")
+    assert onnx_format.emit(model).graph.node == message.graph.node
+    assert gq.check(tmp_path / "other.onnx").findings == ()
+    pairs = [op for op in model.main.ops() if op.kind == "dequantize"]
+    assert len(pairs) == 1 + has_table
+    for pair in pairs:
+        params = read_qparams(model.main, pair, Parameters(model))
+        assert isinstance(params, QParams)
+        assert (params.scale > 0).all()
+    dense = ((integers - np.repeat(zeros, 32, 1)) * np.repeat(scales, 32, 1))[:, :columns]
+    feeds = {"x": np.eye(columns, dtype=np.float32)} | ({"i": np.arange(rows)} if has_table else {})
+    stripped = onnx_format.emit(gq.strip(tmp_path / "other.onnx", everything=True).model)
+    assert op_counts(stripped) == {"MatMul": 1} | ({"Gather": 1} if has_table else {})
+    for actual, expected in zip(run(stripped, feeds), (dense.T, dense), strict=False):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("per", ["channel", "tensor"])
 def test_folded_convolutions_run_as_float_ones(tmp_path: Path, per: str) -> None:
     """The weight is computed when the model is loaded: the optimized graph is that of the float model."""
