@@ -27,6 +27,7 @@ from graphquant.ir import (
     Op,
     TensorRef,
     Use,
+    fixed_cache_size,
     follow,
     follow_to_end,
     reachable,
@@ -182,10 +183,17 @@ def with_selections(runner: Runner, reference: Runner | None = None) -> Runner:
 
 def compared_outputs(first: Runner, second: Runner, outputs: Mapping[str, str]) -> dict[str, str]:
     """Match what is compared of two models: their matched `outputs`, or the tensors before the selections of these."""
+    outputs = {name: other for name, other in outputs.items() if not _has_unwritten_values(first, name)}
     if not isinstance(first, SelectionRunner) or not isinstance(second, SelectionRunner):
-        return dict(outputs)
+        return outputs
     kept = {name: other for name, other in outputs.items() if name not in first.replaced}
     return kept | {name: name for name in first.tensors}
+
+
+def _has_unwritten_values(runner: Runner, output: str) -> bool:
+    """Return True if an output is a cache of the last positions: onnxruntime writes no values for missing positions."""
+    tensor = runner.output_tensors.get(output)
+    return tensor is not None and tensor.port > 0 and fixed_cache_size(runner.model.op(tensor)) > 0
 
 
 def has_classes(runner: Runner, name: str) -> bool:

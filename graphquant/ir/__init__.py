@@ -40,7 +40,7 @@ from graphquant.ir.macs import (
     reduction_axis,
     unsized_tensors,
 )
-from graphquant.ir.parameters import Parameters, find_states, require_finite_weight, weight_ends
+from graphquant.ir.parameters import Parameters, find_states, fixed_cache_size, require_finite_weight, weight_ends
 from graphquant.ir.types import (
     FLOAT_TYPES,
     NO_ATTRS,

@@ -155,7 +155,7 @@ MAC_KINDS = (
     WEIGHTED_KINDS
     | {kind for kind in KINDS if kind.startswith(FUSED_PREFIX)}
     | RECURRENT_KINDS
-    | {"einsum", "attention"}
+    | {"einsum", "attention", "moe"}
 )
 """Kinds whose multiply-adds are counted. The multiplications of all other kinds are negligible."""
 

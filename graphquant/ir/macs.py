@@ -131,8 +131,8 @@ def _elements(graph: Graph, tensor: TensorRef, sizes: Mapping[TensorRef, int]) -
 def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
     """Return the tensor whose elements each cost the same number of multiply-adds.
 
-    That is the output of convolutions, products and attention. A transposed convolution or a recurrent op uses each
-    element of its input equally often.
+    That is the output of convolutions, products and attention. A transposed convolution, a recurrent op or a mixture
+    of experts uses each element of its input equally often.
     """
     if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS | {"einsum", "attention"}:
         return TensorRef(graph.name, op.name)
@@ -147,12 +147,10 @@ def _operand_with_role(graph: Graph, op: Op, role: str) -> TensorRef | None:
 
 def _macs_per_element(graph: Graph, op: Op, parameters: Parameters, sizes: Mapping[TensorRef, int]) -> float | None:
     """Return the multiply-adds of `op` for each element of its driving tensor."""
-
-    def weight_shape(role: str) -> tuple[int, ...] | None:
-        tensor = _operand_with_role(graph, op, role)
-        return None if tensor is None else fully_known_shape(parameters.shape(tensor))
-
-    weight = weight_shape("weight")
+    roles = {"weight", "recurrent_weight"}
+    tensors = [tensor for slot, tensor in enumerate(graph.slots(op.name)) if tensor and op.role(slot) in roles]
+    weights = [fully_known_shape(parameters.shape(tensor)) for tensor in tensors]
+    weight = weights[0] if weights else None
     if op.kind in MATRIX_PRODUCT_KINDS:
         return _inner_size(graph, op, weight) or _summed_length(graph, op, sizes)
     if op.kind in {"einsum", "attention"}:
@@ -162,11 +160,12 @@ def _macs_per_element(graph: Graph, op: Op, parameters: Parameters, sizes: Mappi
     if op.kind in CONVOLUTION_KINDS:
         channels = output_channels(op, weight)
         return prod(weight) / channels if channels else None
-    if op.kind in RECURRENT_KINDS:
-        recurrent_weight = weight_shape("recurrent_weight")
+    if op.kind in RECURRENT_KINDS | {"moe"}:
         # The weights [directions, gates x hidden, features] are applied once per time step, which has `features`
-        # elements.
-        return None if recurrent_weight is None else (prod(weight) + prod(recurrent_weight)) / weight[-1]
+        # elements. A row passes `k` of the experts, whose weights are [experts, rows, features].
+        share = op.numeric_attr("k", 1) / weight[0] if op.kind == "moe" else 1
+        sizes_known = len(weights) > 1 and None not in weights
+        return share * sum(prod(shape or ()) for shape in weights) / weight[-1] if sizes_known else None
     return prod(weight) / (weight[0] if op.channel_axis == 1 else weight[-1])
 
 

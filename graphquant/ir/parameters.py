@@ -20,6 +20,7 @@ from graphquant.ir.kinds import (
     DATA_MOVEMENT_KINDS,
     FORWARDING_KINDS,
     QUANTIZATION_KINDS,
+    RECURRENT_KINDS,
     STORED_KINDS,
     TRANSPARENT_KINDS,
 )
@@ -284,7 +285,7 @@ def find_states(model: Model) -> dict[str, TensorRef]:
             op = graph.op(use.op) if use.graph == graph.name else None
             if op is not None and op.kind in joining_kinds and op.role(use.slot) == "input":
                 following += [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
-            elif op is not None and op.kind == "attention" and op.role(use.slot) == "state":
+            elif op is not None and op.kind not in RECURRENT_KINDS and op.role(use.slot) == "state":
                 port = 1 + op.roles[: use.slot].count("state")
                 following += [TensorRef(graph.name, op.name, port)] if port < len(op.outputs) else []
         return following
@@ -297,3 +298,8 @@ def find_states(model: Model) -> dict[str, TensorRef]:
         if len(presents) == 1:
             states[name] = presents[0]
     return states
+
+
+def fixed_cache_size(op: Op) -> int:
+    """Return the number of positions in the states of an attention op that keeps only the last ones; 0 if they grow."""
+    return int(op.numeric_attr("sliding_window_cache", 0) and op.numeric_attr("local_window_size", 0))

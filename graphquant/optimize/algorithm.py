@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from graphquant.analysis.measured_outputs import compared_outputs
 from graphquant.formats import run_outputs, share_runner
 from graphquant.ir import Model, TensorRef, Use, check_invariants
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
@@ -191,8 +192,8 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
     runner = share_runner(samples.create_runner(rewritten[0]), "quantized")
     names = [
         name
-        for name, value in float_outputs[0].items()
-        if value.dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
+        for name in compared_outputs(runner, runner, {name: name for name in float_outputs[0]})
+        if float_outputs[0][name].dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
     ]
     values = {name: [outputs[name] for outputs in float_outputs] for name in names}
     powers = [np.mean([_squared_error(each, np.zeros_like(each)) for each in values[name]]) or 1.0 for name in names]

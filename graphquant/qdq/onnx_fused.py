@@ -110,7 +110,7 @@ def _has_expert_blocks(weight: PackedWeight) -> bool:
     shape, block = weight.shape or (), weight.block or 0
     is_split = len(shape) == 3 and None not in shape and weight.axis == 2  # noqa: PLR2004  # experts, rows and columns
     is_block = block >= MIN_GATHER_BLOCK_SIZE and block & (block - 1) == 0
-    return is_split and is_block and (shape[2] or 0) % block == 0 and weight.bits == FLOAT_LEVEL_BITS
+    return is_split and is_block and (shape[2] or 0) % block == 0 and weight.bits in {FLOAT_LEVEL_BITS, BITS_OF_BYTES}
 
 
 def is_matrix_transpose(op: Op) -> bool:

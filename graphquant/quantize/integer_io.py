@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 
 from graphquant.errors import DataError
 from graphquant.ir import RESHAPING_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, check_invariants
+from graphquant.ir.parameters import fixed_cache_size
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, Array, IntType, QParams, qparams_from_scale, quantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import add_constant, new_op
@@ -401,6 +402,8 @@ def _read_cache(model: Model, graph: Graph, op: Op, past: Sequence[TensorRef]) -
     outputs, reason = [], ""
     if any(op.attrs.get(attr, "NONE") != "NONE" for attr in CACHE_ATTRS):
         reason = "its cache is quantized already"
+    if fixed_cache_size(op):
+        reason = "its cache of the last positions is small, and has no values where positions are missing"
     for part, tensor in enumerate(past):
         present = TensorRef(graph.name, op.name, FIRST_PRESENT_PORT + part)
         source, readers = model.op(tensor), graph.consumers(present)

@@ -218,7 +218,8 @@ def _runtime_lines(result: Result) -> list[RenderableType]:
 
     verdicts, counts = result.verdicts, Counter(verdict.status for verdict in result.verdicts)
     if not verdicts and result.model.traits.judgeable and not can_examine(result.model):
-        return [plain_line("note: the model is too large to examine how ONNX Runtime runs each op")]
+        note = "note: the model is too large to examine how ONNX Runtime runs each op."
+        return [plain_line(f"{note} check --for onnxruntime does, in up to three times the memory of its weights.")]
     if not verdicts or not result.plan.for_onnxruntime:
         return []
     message = f"ONNX Runtime computes {counts['int8']} of {pluralize(len(verdicts), 'op')} on integers"
@@ -258,7 +259,8 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
     converted = list(converted_values(result.model, result.verdicts).items())[:CONVERSIONS_SHOWN]
     listed = ", ".join(f"{qualified_op_name(*op)} ({count:,})" for op, count in converted)
     message = "warning: the result is slower than float in ONNX Runtime."
-    message += f" Most values are converted between int8 and float for {listed}." if listed else ""
+    has_activations = not all(site.parameter for site in result.plan.sites)  # weights are converted once, or packed
+    message += f" Most values are converted between int8 and float for {listed}." if listed and has_activations else ""
     # Rules without a backend may be for other hardware, which needs the sites that ONNX Runtime computes slowly.
     message += " --optimize latency measures which ops are faster in float." if result.plan.targets else ""
     return [plain_line(f"{message} See docs/howto/slower.md.", style="yellow")]

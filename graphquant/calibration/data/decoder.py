@@ -15,15 +15,16 @@ from graphquant import formats
 from graphquant.calibration.data.dataset import Dataset, Feed, MemoryData, open_data, split_by_signature
 from graphquant.calibration.data.fit import MissingArrayError, numpy_dtype
 from graphquant.errors import DataError
-from graphquant.ir import find_states
+from graphquant.ir import TensorRef, find_states, fixed_cache_size
 from graphquant.utils.text import format_shape
 
 if TYPE_CHECKING:
     from graphquant.formats import InputSpec
-    from graphquant.ir import Model
+    from graphquant.ir import Graph, Model, Op
     from graphquant.numerics import Array
 
 STEPS = 4  # number of samples of one token after the first tokens of each sequence
+ATTENTION_AXES, POSITIONS_AXIS = 4, 2  # of the states of attention: sequences, heads, positions and values of a head
 MIN_TOKENS = STEPS + 2  # one token at least comes first, and the last one is only a label
 LABELS = "labels"
 
@@ -104,7 +105,8 @@ class _SampleGenerator:
         batch, count = len(tokens), tokens.shape[1] - 1
         # A decoder for one token at a time also reads its first tokens one by one.
         first = 1 if self._ids.shape is not None and self._ids.shape[1:] == (1,) else count - STEPS
-        states = {entry.name: _empty_state(entry, batch) for entry in self._inputs if entry.name in self._presents}
+        given = [entry for entry in self._inputs if entry.name in self._presents]
+        states = {entry.name: _first_state(self._runner.model, entry, batch) for entry in given}
         for start, stop in [(0, first), *((position, position + 1) for position in range(first, count))]:
             feed = {self._ids.name: tokens[:, start:stop], **states}
             for entry in self._inputs:
@@ -117,21 +119,39 @@ class _SampleGenerator:
                 states = {name: outputs[present] for name, present in self._presents.items()}
 
 
-def _empty_state(state: InputSpec, batch: int) -> Array:
-    """Return a past state without positions: its first axis of unknown size counts sequences, its last one positions.
+def _first_state(model: Model, state: InputSpec, batch: int) -> Array:
+    """Return a past state before the first token: its first axis of unknown size counts sequences.
 
     Raises a DataError if it has no axis of unknown size for positions.
     """
-    shape = state.shape or ()
-    unknown = [axis for axis, size in enumerate(shape) if size is None]
-    if not unknown:
+    graph, shape = model.main, state.shape or ()
+    uses = [(graph.op(use.op), use.slot) for use in graph.consumers(TensorRef(graph.name, state.name))]
+    reader, slot = next(((op, slot) for op, slot in uses if op.role(slot) == "state"), (None, 0))
+    sizes = [batch if size is None else size for size in shape]
+    if reader is not None and reader.kind != "attention":
+        return np.zeros(sizes, numpy_dtype(state.dtype))  # a convolution or recurrence starts with zeros
+    axis = max((axis for axis, size in enumerate(shape) if size is None), default=0)  # of positions
+    if reader is not None and len(shape) == ATTENTION_AXES:
+        axis, sizes[-1] = POSITIONS_AXIS, shape[-1] or _head_size(graph, reader, slot)
+    if shape[axis : axis + 1] != (None,):
         raise DataError(
             f"The past state {state.name!r} is {format_shape(shape)} without an axis that grows, so that it cannot be"
             " empty before the first token. Provide it in the data."
         )
-    sizes = [batch if size is None else size for size in shape]
-    sizes[unknown[-1]] = 0
+    sizes[axis] = 0 if reader is None else fixed_cache_size(reader)
     return np.zeros(sizes, numpy_dtype(state.dtype))
+
+
+def _head_size(graph: Graph, attention: Op, slot: int) -> int:
+    """Return the size of a head of the keys or values that follow the past state in a slot; 0 if it is unknown."""
+    part = 1 + attention.roles[:slot].count("state")
+    slots = graph.slots(attention.name)
+    source = slots[part] or slots[0]  # queries, keys and values may be one tensor
+    shape = (graph.output(source).shape if source is not None else None) or (None,)
+    heads = attention.numeric_attr("num_heads", 1)
+    kv_heads = attention.numeric_attr("kv_num_heads", heads)
+    joined = 1 if len(shape) == ATTENTION_AXES else kv_heads if slots[part] else heads + 2 * kv_heads
+    return int((shape[-1] or 0) // joined)
 
 
 def _generated_values(model_input: InputSpec, past: int, count: int) -> Array | None:

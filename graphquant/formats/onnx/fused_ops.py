@@ -189,9 +189,12 @@ class MatrixLayout:
             packed[rows] = pack_elements(padded, self.bits)
         return packed.reshape(self.rows, self.blocks, -1)
 
-    def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:
-        """Return the standard weight as `dtype`."""
+    def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int, mirrored: Array) -> Array:
+        """Return the standard weight as `dtype`. The integers of `mirrored` blocks (rows, blocks) are reversed."""
         values = unpack_elements(read_value().reshape(self.rows, -1), self.bits, self.columns)
+        if mirrored.any():
+            is_mirrored = np.repeat(mirrored, self.block, axis=1)[:, : self.columns]
+            values = np.where(is_mirrored, (1 << self.bits) - 1 - values, values)
         signed = (values - np.uint8(offset)).view(np.int8) if offset else values
         return np.ascontiguousarray(signed.T if self.transposed else signed).astype(dtype)
 
@@ -248,9 +251,10 @@ def _constant_sources(
     sources: dict[TensorRef, tuple[Op, tuple[TensorRef | None, ...]]] = {}
     for tensor in (slot for slot in slots if slot is not None):
         op, inputs = model.op(tensor), tuple(model.graphs[tensor.graph].slots(tensor.op))
+        is_stored = op.type == "Reshape" and all(slot and model.op(slot).kind == "constant" for slot in inputs)
         if op.type == DYNAMIC_QUANTIZE:
             sources[tensor] = op, inputs
-        elif op.kind == "constant" or (op.rule and op.type in {*FOLDED_TYPES, "Transpose"}):
+        elif op.kind == "constant" or (op.rule and op.type in {*FOLDED_TYPES, "Transpose"}) or is_stored:
             sources |= _constant_sources(model, inputs) | {tensor: (op, inputs)}
     return sources
 
@@ -506,7 +510,9 @@ def _restored_op(graph: Graph, op: Op, key: str, notes: Mapping[str, str]) -> Op
 
 def _lift_gather(lift: _Lift) -> list[str]:
     """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
-    op = lift.op
+    op, table = lift.op, lift.slots[0]
+    if table is not None and lift.model.op(table).type == "Reshape":  # a product reads the same bytes in blocks
+        lift = replace(lift, slots=(lift.model.graphs[table.graph].slots(table.op)[0], *lift.slots[1:]))
     weight, scale, zero_point = lift.weight_constants(0, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int4", "uint4", "uint8"})
     has_zero_points = any(lift.slots[ZERO_POINT_SLOT : ZERO_POINT_SLOT + 1])
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
@@ -514,7 +520,10 @@ def _lift_gather(lift: _Lift) -> list[str]:
     if weight is None or scale is None or not shape or block < 1 or has_zero_points != (zero_point is not None):
         return []
     if weight.outputs[0].dtype == "uint8":
-        return _lift_packed_gather(lift, weight, scale, zero_point)
+        shape = fully_known_shape(lift.model.output(table).shape) if table is not None else None
+        return _lift_packed_gather(lift, weight, shape or (), scale, zero_point)
+    if table != lift.slots[0]:
+        return []
     axis = int(op.numeric_attr("quantize_axis", 1)) % len(shape)
     blocks = (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
     if any(fully_known_shape(each.outputs[0].shape) != blocks for each in (scale, zero_point) if each is not None):
@@ -523,13 +532,13 @@ def _lift_gather(lift: _Lift) -> list[str]:
     return _replace_gather(lift, _add_weight(lift, (constants, attrs, {"form": "packed"})))
 
 
-def _lift_packed_gather(lift: _Lift, weight: Op, scale: Op, zero_point: Op | None) -> list[str]:
-    """Replace a GatherBlockQuantized of the rows of a matrix in bytes; return the names of the ops in its place."""
+def _lift_packed_gather(lift: _Lift, weight: Op, shape: tuple[int, ...], scale: Op, zero_point: Op | None) -> list[str]:
+    """Replace a GatherBlockQuantized of a matrix in bytes, of `shape`; return the names of the ops in its place."""
     op = lift.op
     bits, block = int(op.numeric_attr("bits", 4)), int(op.numeric_attr("block_size", 128))
-    shape, blocks = (fully_known_shape(constant.outputs[0].shape) for constant in (weight, scale))
+    blocks = fully_known_shape(scale.outputs[0].shape)
     is_row = op.numeric_attr("gather_axis", 0) == 0 and op.numeric_attr("quantize_axis", 1) in {1, -1}
-    if not is_row or bits not in {2, 4, 8} or shape is None or len(shape) != 2:  # noqa: PLR2004  # rows and bytes
+    if not is_row or bits not in {2, 4, 8} or len(shape) != 2 or math.prod(shape) != _size(weight):  # noqa: PLR2004
         return []
     rows, columns = shape[0], shape[1] * BITS_PER_BYTE // bits
     layout = MatrixLayout(rows=rows, columns=columns, bits=bits, block=block, transposed=False)
@@ -569,26 +578,33 @@ def _packed_weight(
 ) -> _LayerWeight:
     """Return a packed weight in the standard layout. `shapes` are those of the weight and of its scales."""
     # Without zero points, integers are stored with the middle of their range added.
-    offset = 0 if zero_point is not None else 1 << (layout.bits - 1)
-    type_name = f"{'u' if zero_point is not None else ''}int{max(layout.bits, 4)}"
+    middle, largest = 1 << (layout.bits - 1), (1 << layout.bits) - 1
+    mirrored = np.zeros((layout.rows, layout.blocks), bool)
+    if not lift.op.rule:  # a tool of onnxruntime gives blocks negative scales, so that their largest value is exact
+        mirrored = constant_value(scale).reshape(mirrored.shape) < 0
+    has_zero_points = zero_point is not None or bool(mirrored.any())
+    type_name = f"{'u' if has_zero_points else ''}int{max(layout.bits, 4)}"
     dtype, read_weight = numpy_dtype(type_name), partial(constant_value, weight)
 
-    def read_zero_points(zero_point: Op) -> Array:
-        packed = constant_value(zero_point).reshape(layout.rows, -1)
-        values = layout.unpack_blocks(unpack_elements(packed, layout.bits, layout.blocks))
-        return values.astype(dtype).reshape(shapes[1])
+    def read_zero_points() -> Array:
+        values = np.full(mirrored.shape, middle, np.uint8)
+        if zero_point is not None:
+            values = unpack_elements(constant_value(zero_point).reshape(layout.rows, -1), layout.bits, layout.blocks)
+        return layout.unpack_blocks(np.where(mirrored, largest - values, values)).astype(dtype).reshape(shapes[1])
+
+    def read_integers() -> Array:
+        return layout.unpack(read_weight, dtype, 0 if has_zero_points else middle, mirrored).reshape(shapes[0])
+
+    def read_scales() -> Array:
+        values = layout.unpack_blocks(constant_value(scale))
+        return (np.abs(values) if mirrored.any() else values).reshape(shapes[1])
 
     constants: list[_LayerConstant] = [
-        (weight, type_name, shapes[0], lambda: layout.unpack(read_weight, dtype, offset).reshape(shapes[0])),
-        (
-            scale,
-            scale.outputs[0].dtype or "float32",
-            shapes[1],
-            lambda: layout.unpack_blocks(constant_value(scale)).reshape(shapes[1]),
-        ),
+        (weight, type_name, shapes[0], read_integers),
+        (scale, scale.outputs[0].dtype or "float32", shapes[1], read_scales),
     ]
-    if zero_point is not None:
-        constants.append((zero_point, type_name, shapes[1], partial(read_zero_points, zero_point)))
+    if has_zero_points:
+        constants.append((zero_point or scale, type_name, shapes[1], read_zero_points))
     level = int(lift.op.numeric_attr("accuracy_level", 0))
     return constants, attrs, {"form": "packed", "bits": layout.bits, "accuracy_level": level}
 

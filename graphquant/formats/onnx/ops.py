@@ -98,6 +98,8 @@ MICROSOFT_DOMAIN_OPS = {
     "EmbedLayerNormalization": OpInfo(
         "embedding", ("indices", "indices", *["weight"] * 3, *_NORM_ROLES[1:], "other", "indices"), 0
     ),
+    "CausalConvWithState": OpInfo("other", (*["input"] * 3, "state")),
+    "LinearAttention": OpInfo("other", (*["input"] * 3, "state", "other")),
     "MoE": OpInfo("moe", ("input", "routing", *("weight", "bias") * 3), 1),
 }
 

@@ -12,12 +12,14 @@ from support.onnx_models import onnx_model, run_onnx
 from support.shared_models import SHARED_MODELS, needs_shared_models
 
 import graphquant as gq
+from graphquant.analysis.measured_outputs import compared_outputs
 from graphquant.calibration.data import MemoryData, open_data
 from graphquant.calibration.data.decoder import MIN_TOKENS, STEPS, complete_decoder_data
 from graphquant.calibration.holdout import open_optional_labels
 from graphquant.errors import DataError
 from graphquant.formats import format_module
 from graphquant.ir import find_states
+from graphquant.quantize.integer_io import find_caches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,78 @@ def test_states_of_keys_and_values() -> None:
     prompt, step = list(dataset)[:2]
     assert (prompt["past_0"].shape, step["past_0"].shape) == ((2, 1, 4, 0, 8), (2, 1, 4, TOKENS - 1 - STEPS, 8))
     assert np.abs(step["past_4"]).max() > 0
+
+
+def with_unknown_sizes(message: onnx.ModelProto) -> onnx.ModelProto:
+    """Make all sizes of states but the number of heads unknown, as in models of ONNX Runtime GenAI."""
+    for value in [*message.graph.input, *message.graph.output]:
+        sizes = value.type.tensor_type.shape.dim
+        for axis in range(2, len(sizes)) if len(sizes) == 4 else ():
+            sizes[axis].dim_param = f"size_{axis}"
+    return message
+
+
+def with_packed_inputs(message: onnx.ModelProto) -> onnx.ModelProto:
+    """Join the queries, keys and values of attention ops to one tensor."""
+    nodes = []
+    for node in message.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            nodes.append(onnx.helper.make_node("Concat", node.input[:3], [f"{node.name}/qkv"], axis=-1))
+            node.input[:3] = [f"{node.name}/qkv", "", ""]
+        nodes.append(node)
+    del message.graph.node[:]
+    message.graph.node.extend(nodes)
+    return message
+
+
+@pytest.mark.parametrize("form", ["gpt2", "llama", "packed"])
+def test_states_whose_heads_have_an_unknown_size(form: str, tmp_path: Path) -> None:
+    """The size of a head follows from the keys that an attention op reads, which may be one tensor with its queries."""
+    decoder, model = load_decoder(tmp_path, architecture="gpt2" if form == "gpt2" else "llama")
+    known, _ = open_ids(model, {"input_ids": IDS})
+    message = with_unknown_sizes(build_decoder(decoder))
+    onnx.save(with_packed_inputs(message) if form == "packed" else message, tmp_path / "decoder.onnx")
+    unknown, _ = open_ids(gq.load(tmp_path / "decoder.onnx"), {"input_ids": IDS})
+    for expected, actual in zip(known, unknown, strict=True):
+        assert {name: value.shape for name, value in actual.items()} == {
+            name: value.shape for name, value in expected.items()
+        }
+
+
+def test_states_of_a_fixed_size(tmp_path: Path) -> None:
+    """A cache of the last positions, and the state of a convolution, begin with zeros; the former is not compared."""
+    decoder, _ = load_decoder(tmp_path)
+    message = with_unknown_sizes(build_decoder(decoder))
+    for node in [node for node in message.graph.node if node.op_type == "GroupQueryAttention"]:
+        node.attribute.extend(
+            onnx.helper.make_attribute(name, value)
+            for name, value in {"sliding_window_cache": 1, "local_window_size": 8}.items()
+        )
+    convolved = message.graph.node[-1].input[0]
+    message.graph.node[-1].input[0] = "convolved"
+    inputs = [convolved, "taps", "", "past_conv"]
+    convolution = onnx.helper.make_node(
+        "CausalConvWithState", inputs, ["convolved", "present_conv"], domain="com.microsoft"
+    )
+    message.graph.node.insert(len(message.graph.node) - 1, convolution)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((decoder.hidden, 1, 3), np.float32), "taps"))
+    for values, name in ((message.graph.input, "past_conv"), (message.graph.output, "present_conv")):
+        values.append(onnx.helper.make_tensor_value_info(name, 1, ["batch_size", decoder.hidden, 2]))
+    onnx.save(message, tmp_path / "decoder.onnx")
+    model = gq.load(tmp_path / "decoder.onnx")
+    runner = format_module("onnx").create_runner(model)
+    assert "present_conv" in {
+        name for name, tensor in runner.output_tensors.items() if tensor in {*find_states(model).values()}
+    }
+    spec = complete_decoder_data(model, MemoryData({"input_ids": IDS}))
+    sample = next(iter(spec))
+    states = [sample[name] for name in state_names(decoder, "past_key_values")]
+    assert {state.shape for state in states} == {(1, decoder.kv_heads, 8, decoder.head_size)}
+    assert sample["past_conv"].shape == (1, decoder.hidden, 2)
+    assert not any(value.any() for value in [*states, sample["past_conv"]])
+    outputs = {name: name for name in runner.outputs}
+    assert compared_outputs(runner, runner, outputs).keys() == {"logits", "present_conv"}
+    assert all("last positions" in cache.reason for cache in find_caches(model))
 
 
 def test_padding_is_no_text(tmp_path: Path) -> None:
