@@ -166,6 +166,19 @@ def test_states_of_a_fixed_size(tmp_path: Path) -> None:
     assert all("last positions" in cache.reason for cache in find_caches(model))
 
 
+def test_state_of_linear_attention(tmp_path: Path) -> None:
+    """The state of the recurrence leads to the next one."""
+    message = onnx_model(
+        """net (float[N, T, 8] x, float[N, 2, 4, 4] past) => (float[N, T, 8] y, float[N, 2, 4, 4] present)
+        { y, present = com.microsoft.LinearAttention<q_num_heads = 2, kv_num_heads = 2>(x, x, x, past, x, x) }""",
+        infer_shapes=False,
+    )
+    message.opset_import.add(domain="com.microsoft", version=1)
+    onnx.save(message, tmp_path / "m.onnx")
+    states = find_states(gq.load(tmp_path / "m.onnx"))
+    assert {name: tensor.port for name, tensor in states.items()} == {"past": 1}
+
+
 def test_padding_is_no_text(tmp_path: Path) -> None:
     """Tokens where a given mask is 0 are left out."""
     _, model = load_decoder(tmp_path)
