@@ -189,12 +189,9 @@ class MatrixLayout:
             packed[rows] = pack_elements(padded, self.bits)
         return packed.reshape(self.rows, self.blocks, -1)
 
-    def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int, mirrored: Array) -> Array:
-        """Return the standard weight as `dtype`. The integers of `mirrored` blocks (rows, blocks) are reversed."""
+    def unpack(self, read_value: Callable[[], Array], dtype: np.dtype[Any], offset: int) -> Array:
+        """Return the standard weight as `dtype`."""
         values = unpack_elements(read_value().reshape(self.rows, -1), self.bits, self.columns)
-        if mirrored.any():
-            is_mirrored = np.repeat(mirrored, self.block, axis=1)[:, : self.columns]
-            values = np.where(is_mirrored, (1 << self.bits) - 1 - values, values)
         signed = (values - np.uint8(offset)).view(np.int8) if offset else values
         return np.ascontiguousarray(signed.T if self.transposed else signed).astype(dtype)
 
@@ -577,30 +574,35 @@ def _packed_weight(
     zero_point: Op | None,
 ) -> _LayerWeight:
     """Return a packed weight in the standard layout. `shapes` are those of the weight and of its scales."""
+
+    # A tool of onnxruntime gives blocks negative scales, so that their largest value is exact. The same values have the
+    # opposite scale, and integers and zero points with inverted bits.
+    def inverted_bits() -> Array:
+        return np.where(constant_value(scale).reshape(layout.rows, layout.blocks) < 0, 255, 0).astype(np.uint8)
+
+    is_inverted = not lift.op.rule and bool(inverted_bits().any())
     # Without zero points, integers are stored with the middle of their range added.
-    middle, largest = 1 << (layout.bits - 1), (1 << layout.bits) - 1
-    mirrored = np.zeros((layout.rows, layout.blocks), bool)
-    if not lift.op.rule:  # a tool of onnxruntime gives blocks negative scales, so that their largest value is exact
-        mirrored = constant_value(scale).reshape(mirrored.shape) < 0
-    has_zero_points = zero_point is not None or bool(mirrored.any())
+    has_zero_points, middle = zero_point is not None or is_inverted, 1 << (layout.bits - 1)
     type_name = f"{'u' if has_zero_points else ''}int{max(layout.bits, 4)}"
-    dtype, read_weight = numpy_dtype(type_name), partial(constant_value, weight)
+    dtype, offset = numpy_dtype(type_name), 0 if has_zero_points else middle
 
-    def read_zero_points() -> Array:
-        values = np.full(mirrored.shape, middle, np.uint8)
-        if zero_point is not None:
-            values = unpack_elements(constant_value(zero_point).reshape(layout.rows, -1), layout.bits, layout.blocks)
-        return layout.unpack_blocks(np.where(mirrored, largest - values, values)).astype(dtype).reshape(shapes[1])
-
-    def read_integers() -> Array:
-        return layout.unpack(read_weight, dtype, 0 if has_zero_points else middle, mirrored).reshape(shapes[0])
+    def read_packed() -> Array:
+        packed, size = constant_value(weight).reshape(layout.rows, -1), -(-layout.block * layout.bits // BITS_PER_BYTE)
+        return packed ^ np.repeat(inverted_bits(), size, axis=1)[:, : packed.shape[1]] if is_inverted else packed
 
     def read_scales() -> Array:
-        values = layout.unpack_blocks(constant_value(scale))
-        return (np.abs(values) if mirrored.any() else values).reshape(shapes[1])
+        values = layout.unpack_blocks(constant_value(scale)).reshape(shapes[1])
+        return np.abs(values) if is_inverted else values
+
+    def read_zero_points() -> Array:
+        values: Array = np.full((layout.rows, layout.blocks), middle, np.uint8)
+        if zero_point is not None:
+            values = unpack_elements(constant_value(zero_point).reshape(layout.rows, -1), layout.bits, layout.blocks)
+        values = values ^ (inverted_bits() & (2 * middle - 1)) if is_inverted else values
+        return layout.unpack_blocks(values).astype(dtype).reshape(shapes[1])
 
     constants: list[_LayerConstant] = [
-        (weight, type_name, shapes[0], read_integers),
+        (weight, type_name, shapes[0], lambda: layout.unpack(read_packed, dtype, offset).reshape(shapes[0])),
         (scale, scale.outputs[0].dtype or "float32", shapes[1], read_scales),
     ]
     if has_zero_points:

@@ -133,7 +133,7 @@ def test_states_whose_heads_have_an_unknown_size(form: str, tmp_path: Path) -> N
 def test_states_of_a_fixed_size(tmp_path: Path) -> None:
     """A cache of the last positions, and the state of a convolution, begin with zeros; the former is not compared."""
     decoder, _ = load_decoder(tmp_path)
-    message = with_unknown_sizes(build_decoder(decoder))
+    message = build_decoder(decoder)
     for node in [node for node in message.graph.node if node.op_type == "GroupQueryAttention"]:
         node.attribute.extend(
             onnx.helper.make_attribute(name, value)
@@ -152,9 +152,7 @@ def test_states_of_a_fixed_size(tmp_path: Path) -> None:
     onnx.save(message, tmp_path / "decoder.onnx")
     model = gq.load(tmp_path / "decoder.onnx")
     runner = format_module("onnx").create_runner(model)
-    assert "present_conv" in {
-        name for name, tensor in runner.output_tensors.items() if tensor in {*find_states(model).values()}
-    }
+    assert find_states(model)["past_conv"] == runner.output_tensors["present_conv"]
     spec = complete_decoder_data(model, MemoryData({"input_ids": IDS}))
     sample = next(iter(spec))
     states = [sample[name] for name in state_names(decoder, "past_key_values")]
@@ -164,6 +162,19 @@ def test_states_of_a_fixed_size(tmp_path: Path) -> None:
     outputs = {name: name for name in runner.outputs}
     assert compared_outputs(runner, runner, outputs).keys() == {"logits", "present_conv"}
     assert all("last positions" in cache.reason for cache in find_caches(model))
+
+
+def test_state_of_linear_attention(tmp_path: Path) -> None:
+    """The state of the recurrence leads to the next one."""
+    message = onnx_model(
+        """net (float[N, T, 8] x, float[N, 2, 4, 4] past) => (float[N, T, 8] y, float[N, 2, 4, 4] present)
+        { y, present = com.microsoft.LinearAttention<q_num_heads = 2, kv_num_heads = 2>(x, x, x, past, x, x) }""",
+        infer_shapes=False,
+    )
+    message.opset_import.add(domain="com.microsoft", version=1)
+    onnx.save(message, tmp_path / "m.onnx")
+    states = find_states(gq.load(tmp_path / "m.onnx"))
+    assert {name: tensor.port for name, tensor in states.items()} == {"past": 1}
 
 
 def test_padding_is_no_text(tmp_path: Path) -> None:
