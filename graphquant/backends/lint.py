@@ -411,8 +411,7 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
         yield "GQ106", message, "calibrate again, or keep this tensor in float"
     has_constants = zero is not None or tensors[1] is None
     if not bad.any() and has_constants and context.quantizations.params(graph.name, op.name) is None:
-        axis = int(op.numeric_attr("axis", 1))
-        message = f"its {' x '.join(map(str, value.shape)) or 1} scales or its zero points do not fit its tensor at axis {axis}"
+        message = f"its scales of shape {value.shape} or its zero points do not fit its tensor"
         yield "GQ115", message, "use an axis of the tensor, and as many scales and zero points as it has elements there"
 
 
