@@ -65,14 +65,12 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         try:
             origin = module.restore_original(source)
         except ModelError as error:
-            notes.append(f"{error} The inserted ops are removed one by one.")
+            notes.append(f"{error} Inserted ops are removed one by one.")
         else:
             if origin is not None and origin[1]:
                 return StripResult(model=origin[0], exact=True)
             if origin is not None:
-                notes.append(
-                    "The graph was changed after graphquant wrote it. The inserted ops are removed one by one."
-                )
+                notes.append("The graph was changed after graphquant wrote it. Inserted ops are removed one by one.")
     provenance = formats.provenance_of(source)
     removed = strip_quantization(source, provenance)
     model, ops, remaining = removed.model, removed.ops, removed.remaining

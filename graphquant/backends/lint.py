@@ -398,8 +398,8 @@ def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, p
 def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
     if op.kind not in {"quantize", "dequantize"}:
         return
-    tensors = graph.slots(op.name)[1:3]
-    value, *zero_points = [None if ref is None else context.quantizations.parameters.value(ref) for ref in tensors]
+    tensors = [*graph.slots(op.name), None, None, None][1:3]  # a damaged op may have no scale
+    value, zero = (None if tensor is None else context.quantizations.parameters.value(tensor) for tensor in tensors)
     if value is None or not value.size or value.dtype.kind in "OSU":
         return
     scales = value.astype(np.float64)
@@ -409,12 +409,9 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[P
     if bad.any() and not is_computed:
         message = f"its scale {tensors[0]} is {scales.reshape(-1)[bad.reshape(-1).argmax()]:g}"
         yield "GQ106", message, "calibrate again, or keep this tensor in float"
-    has_constants = all(zero is not None or ref is None for zero, ref in zip(zero_points, tensors[1:], strict=True))
+    has_constants = zero is not None or tensors[1] is None
     if not bad.any() and has_constants and context.quantizations.params(graph.name, op.name) is None:
-        axis = int(op.numeric_attr("axis", 1))
-        message = (
-            f"its {' x '.join(map(str, value.shape))} scales or its zero points do not fit its tensor at axis {axis}"
-        )
+        message = f"its scales of shape {value.shape} or its zero points do not fit its tensor"
         yield "GQ115", message, "use an axis of the tensor, and as many scales and zero points as it has elements there"
 
 

@@ -155,9 +155,7 @@ def _load_partial_stats(model: Path, output: Path, *, force: bool) -> Stats | No
 
 def _check_stats_name(output: Path) -> None:
     if output.suffix != ".gqs":
-        raise UsageError(
-            f"{output} does not end in .gqs, which inspect needs to recognize statistics. Use -o NAME.gqs."
-        )
+        raise UsageError(f"{output} does not end in .gqs, by which inspect recognizes statistics. Use -o NAME.gqs.")
 
 
 def _save_and_print_stats(stats: Stats, output: Path) -> None:

@@ -191,13 +191,6 @@ def parse_shard(text: str | None) -> tuple[int, int]:
 class ErrorHandlingGroup(click.Group):
     """Command group that reports each error as a message and an exit code instead of a traceback."""
 
-    def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Parse the options before the name of the command. Ctrl-C ends it as it ends the command."""
-        try:
-            return super().make_context(*args, **extra)
-        except KeyboardInterrupt as error:
-            raise _report_interrupt() from error
-
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
@@ -215,15 +208,11 @@ class ErrorHandlingGroup(click.Group):
                 raise
             raise _report_os_error(error, ctx.meta.get(WRITTEN_OUTPUTS, [])) from error
         except KeyboardInterrupt as error:
-            raise _report_interrupt() from error
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from error
         except MemoryError as error:
             click.echo("error: There is not enough memory for this model. Use a machine with more memory.", err=True)
             raise click.exceptions.Exit(InternalError.exit_code) from error
-
-
-def _report_interrupt() -> click.exceptions.Exit:
-    click.echo("Interrupted.", err=True)
-    return click.exceptions.Exit(INTERRUPTED)
 
 
 def _show_usage_error(error: click.UsageError, file: Any = None) -> None:

@@ -106,9 +106,7 @@ def _mean_minmax(stats: Sketch, _grid: QuantizationGrid, _arguments: ArgumentVal
     """
     limits = _observed_range(stats)
     if limits.low.ndim:
-        raise DataError(
-            "calibration does not collect means over blocks of samples per channel; use the observer minmax"
-        )
+        raise DataError("calibration does not collect means over blocks of samples per channel; use minmax")
     if not stats.blocks:
         raise DataError("its statistics have no complete block of samples; calibrate the model again")
     low, high = (total / (stats.blocks << SUBNORMAL_EXPONENT) for total in (stats.low_sum, stats.high_sum))
@@ -124,7 +122,7 @@ def _value_distribution(stats: Sketch, dtype: QType, *, uniform_steps: bool = Fa
     if uniform_steps and isinstance(dtype, FloatType):
         raise DataError(
             f"this observer needs uniform steps, and those of {dtype.name} differ in size;"
-            " use the observer minmax, absmax or percentile"
+            " use minmax, absmax or percentile"
         )
     return distribution_of(coarsen_histogram(stats, required_bits))
 
@@ -136,17 +134,17 @@ def _require_histogram(stats: Sketch, dtype: QType) -> int:
     if stats.low.ndim:
         raise DataError(
             "this observer needs a histogram, and calibration collects only limits per channel;"
-            ' use the observer minmax or absmax, or per = "tensor"'
+            ' use minmax or absmax, or per = "tensor"'
         )
     if not stats.bits:
         raise DataError(
             "this observer needs a histogram, and the statistics have only the smallest and the largest value;"
-            " calibrate the model again, or use the observer minmax or absmax"
+            " calibrate the model again, or use minmax or absmax"
         )
     if stats.bits < required_bits:
         raise DataError(
             f"its histogram has {stats.bits} mantissa bits, and {dtype.name} needs {required_bits};"
-            " calibrate the model again with this scheme, or use the observer minmax or absmax"
+            " calibrate the model again with this scheme, or use minmax or absmax"
         )
     return required_bits
 
@@ -186,7 +184,7 @@ def _entropy(stats: Sketch, grid: QuantizationGrid, _arguments: ArgumentValues) 
     if grid.type.bits > NARROW_BITS:
         raise DataError(
             f"the observer entropy supports types of up to {NARROW_BITS} bits, since {grid.type.name} loses almost no"
-            " information with any range; use the observer minmax"
+            " information with any range; use minmax"
         )
     return _cheapest_range(_observed_range(stats), values.kl_divergence, grid, same_magnitude=True)
 

@@ -149,6 +149,7 @@ CASES = [
     ("GQ115", None, "q = QuantizeLinear<axis = 4>(x, v0, zz) y = DequantizeLinear(q, v0, zz)", "q"),
     ("GQ115", None, "q = QuantizeLinear(x, v0, zz) y = DequantizeLinear<axis = 7>(q, v0, zz)", "y"),
     ("GQ115", None, "q = QuantizeLinear(x, v0, zz) y = DequantizeLinear(q, v0, zz)", ""),
+    ("GQ115", None, "q = QuantizeLinear(x) y = DequantizeLinear(q)", ""),
     ("GQ113", "tensorrt", "f = Sqrt(x)" + qdq_text("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
 ]
 

@@ -14,9 +14,7 @@ import sys
 from contextvars import Context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
-import click
 import numpy as np
 import pytest
 from onnx import helper, numpy_helper
@@ -469,14 +467,6 @@ def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
-
-
-def test_interrupt_while_options_are_parsed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Ctrl-C before click calls the command is no "Aborted!" with exit code 1."""
-    monkeypatch.setattr(click.Group, "make_context", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as ending:
-        main(["--version"])
-    assert (ending.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
 
 
 @pytest.mark.parametrize(

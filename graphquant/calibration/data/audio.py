@@ -72,9 +72,7 @@ def _wave_settings(request: DataRequest, model_input: InputSpec) -> Waves:
         )
     length = _parse_positive_count(label, "length", keys["length"]) if "length" in keys else fixed_length
     if fixed_length is not None and length != fixed_length:
-        raise DataError(
-            f"{label}: length={length}, but input {model_input.name!r} takes {fixed_length}. Remove length."
-        )
+        raise DataError(f"{label}: length={length}, but input {model_input.name!r} takes {fixed_length}. Omit length.")
     pad = keys.get("pad", "end")
     check_choice(label, "pad", pad, ("end", "repeat", "none"))
     full_scale = 1.0 if dtype_kind(dtype) == "float" else 2.0 ** (dtype.itemsize * 8 - 1)

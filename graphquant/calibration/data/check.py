@@ -363,8 +363,8 @@ class SampleCheck:
                 response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
-        shows_figures = self._dataset.count >= SPLIT_SAMPLES
-        return tuple(finding for finding in findings if not (shows_figures and finding.kind == "few-samples"))
+        is_small = self._dataset.count < SPLIT_SAMPLES
+        return tuple(finding for finding in findings if is_small or finding.kind != "few-samples")
 
 
 def _read_samples(

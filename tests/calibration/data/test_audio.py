@@ -95,7 +95,7 @@ def test_rates(tmp_path) -> None:
         ("", float_input(1, None, None), r"'x' takes \[1, \?, \?\],.*time axis"),
         ("", float_input(1, 8, dtype="uint8"), r"'x' takes uint8,.*\.npz"),
         ("", float_input(1, 8, dtype="string"), r"'x' takes string,.*\.npz"),
-        (",length=9", float_input(1, 8), "length=9,.*'x' takes 8.* Remove length"),
+        (",length=9", float_input(1, 8), "length=9,.*'x' takes 8.* Omit length"),
         (",length=x", float_input(1, None), "length=x .*integer"),
         (",pad=start", float_input(1, 8), "pad=start .* end, repeat, none"),
         (",scale=x", float_input(1, 8), "scale=x .*number"),
