@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, RangeTransfer
 
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
-UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 30.0, 3.0
+UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 40.0, 1.0
 """Candidate that clips nothing, the SQNR in dB of the worst output below which it is tried, and the required gain."""
 
 
@@ -251,8 +251,8 @@ class PlanSearch:
         if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
             return clipped
         edited, measure = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter.worst_sqnr
-        # Algorithms, which run again only for a plan that gains about enough, change little of it.
-        if measure(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB / 2:
+        # Algorithms, which run again only for a plan that gains enough, change little of it.
+        if measure(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
         built = chosen.workspace.build(plan)
         if (new_sqnr := measure(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:

@@ -24,6 +24,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from graphquant.analysis.measured_outputs import OutputMeter
+from graphquant.analysis.range_report import activation_sqnr
 from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration.data.dataset import SAMPLE_SPANS
 from graphquant.errors import ModelError, UsageError
@@ -86,6 +87,8 @@ MIN_GAIN_DB = 0.5  # smallest gain of a change that is kept although the target 
 MIN_WEIGHT_SHARE_DB = 1.5  # smallest gain by float weights for which their rounding is optimized; it keeps a part of it
 AIM_MARGIN_DB = 1.0  # dB above the target to aim at, because other samples have other errors
 MAX_HOLDOUT_GAP_DB = 6.0  # more error in dB of the hold-out from which plans are measured on it
+MAX_EXCESS_DB = 0.5  # dB above the aim from which a cheaper plan is searched for
+MIN_SEARCH_PLANS = 4  # number of plans whose work must be left for that
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
@@ -327,17 +330,22 @@ class _Repair:
             self._take_back()
             if self._last_built[:2] != (self._current, False):
                 self._request.budget.charge(self._plan_work(self._current))
-            holdout_sqnr = self._judge_on_holdout(self._current)
-            if holdout_sqnr >= request.target_sqnr or self._current_sqnr == -math.inf:
+            if not self._adjust_aim(self._judge_on_holdout(self._current)):
                 break
-            self._aim_higher(self._current_sqnr - holdout_sqnr)
 
-    def _aim_higher(self, gap: float) -> None:
-        """Raise the aim after the hold-out had `gap` dB more error than the search samples, or measure on it."""
+    def _adjust_aim(self, holdout_sqnr: float) -> bool:
+        """Adjust the aim to the SQNR in dB on the hold-out, or measure on it. Return False if no search is needed."""
+        excess, gap = holdout_sqnr - self._request.target_sqnr, self._current_sqnr - holdout_sqnr
+        if excess >= 0 or self._current_sqnr == -math.inf:
+            excess -= 2 * AIM_MARGIN_DB  # a plan chosen on the hold-out is worse on other samples
+            is_costly = bool(self._current.float_blocks) and MAX_EXCESS_DB < excess < math.inf
+            self._aim -= excess if is_costly else 0.0
+            return is_costly and MIN_SEARCH_PLANS * self._plan_work(self._current) <= self._request.budget.remaining
         if gap > MAX_SHIFT_DB and self._meter is self._search_meter:
             self._measure_on_holdout()
         elif math.isfinite(gap):
             self._aim = max(self._request.target_sqnr + gap, self._aim) + AIM_MARGIN_DB
+        return True
 
     def _measure_on_holdout(self) -> None:
         """Measure plans on the hold-out from here, because the search samples do not have its largest errors."""
@@ -352,7 +360,7 @@ class _Repair:
         on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
         if on:
             measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
-            self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit)))
+            self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit), self._noise(groups)))
 
     def _judge_on_holdout(self, recipe: Recipe) -> float:
         """Return the SQNR in dB on the hold-out, or on the search samples if it is lower there.
@@ -573,12 +581,12 @@ class _Repair:
                 members[min(group.ops)].append(number)
             by_block = [members[key] for key in sorted(members)]
             measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
-            max_error = 10 ** (-self._aim / 10)
+            max_error, noise = 10 ** (-self._aim / 10), self._noise(groups)
             parts = bisect_errors(measure, by_block, limit, max_error)
             # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
-            if all(error <= max_error for error in share_errors(parts).values()):
+            if all(error <= max_error for error in share_errors(parts, noise).values()):
                 parts = bisect_errors(measure, by_block, limit)
-            errors = share_errors(parts)
+            errors = share_errors(parts, noise)
             # A whole block in float is an expensive answer to the error of one of its tensors.
             notable = NOTABLE_ERROR_SHARE * sum(errors.values())
             worst = {key for number, group in enumerate(groups) if errors[number] >= notable for key in group.ops}
@@ -590,9 +598,22 @@ class _Repair:
             others = [number for number, group in enumerate(groups) if not group.ops <= culprits]
             remaining = limit - 2 * len(parts)  # each split took two measurements
             if culprits and remaining > limit // 4:
-                errors |= share_errors(bisect_errors(measure, [others], remaining))
+                errors |= share_errors(bisect_errors(measure, [others], remaining), noise)
             self._groups = _with_errors(groups, errors)
         return self._groups
+
+    def _noise(self, groups: Sequence[ScaleGroup]) -> dict[int, float]:
+        """Estimate the rounding error of each group relative to its values, by number of the group.
+
+        Where groups were only measured together, the noisier ones cause more of their error, and an int32 bias nearly
+        none. Root mean squares, not squares, because the rest of the model amplifies some groups more than others.
+        """
+        plan, stats = self._plan(DEFAULT_RECIPE, quick=True), self._workspaces[()].stats
+        pairs = self._build(DEFAULT_RECIPE, quick=True).insertions
+        noise = {pair.site.tensor: 2.0 ** (1 - pair.site.scheme.type.bits) for pair in pairs}  # 8 bits: 42 dB
+        losses = activation_sqnr(pairs, stats.sketches if stats else {})
+        noise |= {loss.tensor: 10 ** (-loss.sqnr / 20) for loss in losses}
+        return {k: max(noise[plan.sites[index].tensor] for index in group.sites) for k, group in enumerate(groups)}
 
     def _measure_switched(
         self, recipe: Recipe, groups: Sequence[ScaleGroup], limits: MeasurementLimits
@@ -713,8 +734,10 @@ class _Repair:
                 self._request.budget.extend(work)
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
-            if missing <= 0 or not math.isfinite(missing):
+            if -MAX_EXCESS_DB <= missing <= 0 or not math.isfinite(missing):
                 return
+            if missing < 0 and (result.stop_reason is not None or 2 * work > self._request.budget.remaining):
+                return  # a cheaper plan is no need
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
             offset -= missing

@@ -374,9 +374,12 @@ def bisect_errors(
     return [(tuple(group for block in part for group in block), error) for error, part in parts]
 
 
-def share_errors(parts: Sequence[ErrorPart]) -> dict[int, float]:
-    """Divide the error of each part among its groups."""
-    return {group: error / len(groups) for groups, error in parts for group in groups}
+def share_errors(parts: Sequence[ErrorPart], noise: Mapping[int, float] | None = None) -> dict[int, float]:
+    """Divide the error of each part among its groups, in proportion to their `noise`, or equally without it."""
+    noise = noise or dict.fromkeys((group for groups, _ in parts for group in groups), 1.0)
+    totals = [math.fsum(noise[group] for group in groups) for groups, _ in parts]
+    shares = [(groups, error / total) for (groups, error), total in zip(parts, totals, strict=True)]
+    return {group: share * noise[group] for groups, share in shares for group in groups}
 
 
 def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[list[OpKey], list[SwitchPoint]]:

@@ -293,6 +293,8 @@ def test_errors_by_bisection() -> None:
     shares = share_errors(parts)
     assert shares == pytest.approx({0: 5.5e-4, 1: 5.5e-4, 2: 0, 3: 5e-2, 4: 1e-5, 5: 3e-5, 6: 3e-5, 7: 3e-5})
     assert share_errors(bisect_errors(measure, blocks, 1)) == pytest.approx(dict.fromkeys(range(8), sum(errors) / 8))
+    noise = {0: 0.03, 1: 0.01, **dict.fromkeys(range(2, 8), 0.5)}
+    assert share_errors(parts, noise) == pytest.approx({**shares, 0: 8.25e-4, 1: 2.75e-4})
     measured.clear()
     assert len(bisect_errors(measure, blocks, 99)) == 6  # parts below 2% of the whole error are not split
     assert len(bisect_errors(measure, blocks, 99, sum(errors))) == 1
