@@ -15,11 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from graphquant.api.models import model_files
 from graphquant.batch.cache_key import file_digest
 from graphquant.batch.types import ENTRY_OPTIONS, BatchReport, Entry, Outcome, OutcomeChange
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, UsageError
-from graphquant.formats.model_files import model_files
 from graphquant.utils.atomic_files import write_file
 from graphquant.visualize.tables import join_names
 

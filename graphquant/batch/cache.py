@@ -22,7 +22,7 @@ from graphquant.batch.cache_key import canonical_output, file_digest
 from graphquant.batch.types import Entry, Outcome, parse_json, record_json
 from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
-from graphquant.formats.model_files import replacing_model
+from graphquant.formats.weights_files import replacing_model
 from graphquant.utils.atomic_files import atomic_file, lock_file, make_staging_folder, replace_folder
 from graphquant.utils.text import parse_size
 

@@ -21,12 +21,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 
 import graphquant
+from graphquant.api.models import model_files
 from graphquant.batch.types import METRIC_GATES, PLAIN_OPTIONS, Digests, Entry
 from graphquant.calibration.data.dataset import parse_data_spec, split_by_signature
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import UsageError
 from graphquant.formats import SUFFIXES, detect_format
-from graphquant.formats.model_files import model_files
 from graphquant.rules import find_rule_file
 from graphquant.rules.load import INLINE_ARROW, resolve_costs
 from graphquant.utils import ONEDNN_OFF, ONEDNN_VARIABLE

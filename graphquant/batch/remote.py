@@ -17,15 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from graphquant.api.models import companion_file_names
 from graphquant.calibration.data.files import is_remote, remote_file_system
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats import SUFFIXES
-from graphquant.formats.model_files import (
-    companion_file_names,
-    may_be_model_file,
-    unreferenced_weights,
-    weight_files_of,
-)
+from graphquant.formats.weights_files import may_be_model_file, unreferenced_weights, weight_files_of
 
 if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome

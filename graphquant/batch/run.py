@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import graphquant
+from graphquant.api.models import model_files
 from graphquant.batch.cache import Journal, OutcomeCache, journal_path
 from graphquant.batch.cache_key import (
     CacheInputs,
@@ -31,7 +32,6 @@ from graphquant.batch.types import BatchReport, Entry, Outcome
 from graphquant.batch.work import apply_gates, failed_outcome
 from graphquant.calibration.data.files import is_remote, list_data_files, remote_file_system
 from graphquant.errors import GraphQuantError, UsageError
-from graphquant.formats.model_files import model_files
 from graphquant.utils.atomic_files import remove_stale_files
 
 Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]

@@ -165,9 +165,8 @@ def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
 
 def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
     from graphquant.api.insert import insert
-    from graphquant.api.models import check_model_output, load
+    from graphquant.api.models import check_model_output, load, model_files
     from graphquant.formats import detect_format
-    from graphquant.formats.model_files import model_files
     from graphquant.utils.atomic_files import flush_to_disk, lock_output
 
     model, output = Path(entry.model), Path(entry.output)

@@ -34,7 +34,7 @@ from graphquant.ir import Op
 from graphquant.utils import MEGABYTE
 
 if TYPE_CHECKING:
-    from graphquant.formats.model_files import HashingWriter
+    from graphquant.formats.weights_files import HashingWriter
     from graphquant.numerics import Array
 
 EXTERNAL_MIN_BYTES = 1 << 10

@@ -17,7 +17,6 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto, printer, serialization
 
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats.model_files import open_weights_file, replacing_model, weights_path
 from graphquant.formats.onnx.emitter import Emission, emit_message
 from graphquant.formats.onnx.external_data import (
     constant_bytes,
@@ -29,6 +28,7 @@ from graphquant.formats.onnx.external_data import (
 from graphquant.formats.onnx.index import write_onnx_metadata
 from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message, serialization_form
 from graphquant.formats.onnx.tensors import external_location, external_path, is_external, tensor_value
+from graphquant.formats.weights_files import open_weights_file, replacing_model, weights_path
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.atomic_files import atomic_file

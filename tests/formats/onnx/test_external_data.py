@@ -28,8 +28,8 @@ from graphquant.analysis.model_summary import summarize_model
 from graphquant.backends import judge_ops
 from graphquant.cli import insert as insert_module
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats import model_files
 from graphquant.formats import onnx as format_
+from graphquant.formats import weights_files
 from graphquant.formats.onnx import external_data, file_writer, session, tensors
 from graphquant.formats.onnx.external_data import constant_bytes
 from graphquant.numerics import affine
@@ -206,11 +206,11 @@ def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.Monke
         copy.unlink()
         four.save(path, force=True)
     assert tmp_path.joinpath(first).exists()
-    monkeypatch.setattr(model_files, "MAX_SEARCHED_BYTES", 10)
+    monkeypatch.setattr(weights_files, "MAX_SEARCHED_BYTES", 10)
     truncated.unlink()
     four.save(path, force=True)
     assert tmp_path.joinpath(first).exists()
-    monkeypatch.setattr(model_files, "MAX_SEARCHED_BYTES", 1 << 20)
+    monkeypatch.setattr(weights_files, "MAX_SEARCHED_BYTES", 1 << 20)
     four.save(path, force=True)
     assert not tmp_path.joinpath(first).exists()
     assert len(weight_files(path)) == 1
@@ -354,7 +354,7 @@ class Interruption:
         monkeypatch.setattr(insert_module, "MIN_RESUMABLE_BYTES", 0)
         for name, (owner, function) in {
             "searched": (solver, "search_block_params"),
-            "written": (model_files.HashingWriter, "finish_tensor"),
+            "written": (weights_files.HashingWriter, "finish_tensor"),
         }.items():
             monkeypatch.setattr(owner, function, self.interrupt(name, getattr(owner, function)))
 

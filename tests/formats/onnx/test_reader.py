@@ -16,9 +16,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from graphquant.api.models import model_files
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
-from graphquant.formats.model_files import model_files
 from graphquant.formats.onnx import tensors
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Output, Parameters, TensorRef, Use

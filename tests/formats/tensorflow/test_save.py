@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from graphquant.api.models import model_files
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats.model_files import model_files
 from graphquant.formats.tensorflow import emit, load, save, source
 from graphquant.ir import Use, paused_gc
 

@@ -8,8 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from graphquant.api.models import companion_file_names, model_files
 from graphquant.errors import ModelError
-from graphquant.formats.model_files import companion_file_names, model_files
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 
