@@ -256,7 +256,7 @@ class Placement:
 def _is_plain_byte(site: Site) -> bool:
     """Return True for a site whose integers the int8 kernels read."""
     scheme = site.scheme
-    is_plain = scheme.range not in {"dynamic", "learned"} and scheme.block_size is None
+    is_plain = scheme.range not in {"dynamic", "learned"} and scheme.block_size is None and not site.family.variant_of
     return is_plain and not isinstance(scheme.type, FloatType) and scheme.type.bits == BYTE_BITS
 
 

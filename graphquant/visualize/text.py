@@ -5,6 +5,7 @@ Tables are readable at 80 columns without color, and mark every omission.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -54,6 +55,7 @@ CHANGES_SHOWN = 20  # maximum number of changes and conflicts to print
 REASONS_SHOWN = 100  # maximum number of reasons to print for skipped tensors
 MIN_RULE_ROWS = 3  # rows of the table of a rule after the tables before it have used up all rows
 LOW_SQNR = 30.0  # SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50
+MIN_DYNAMIC_LSTM_WEIGHTS = 65_536  # number of recurrent weights from which dynamic.toml has an LSTM on integers
 FLOAT_OPS_SHOWN = 5  # maximum number of float ops to print
 CONVERSIONS_SHOWN = 3  # maximum number of float ops with conversions to print
 MAX_TIME_RATIO = 1.05  # time relative to float above which a warning is printed
@@ -123,7 +125,7 @@ def _warning_lines(result: Result, *, to_tflite: bool) -> list[RenderableType]:
     lines += _unused_rules_lines(result.plan, shipped=False)
     lines += _plan_warnings(result.plan) if result.time_ratio is None else []  # a measured time replaces an estimate
     if result.inserted:
-        lines += _fault_lines(result) + _slowdown_lines(result)
+        lines += _fault_lines(result) + _slowdown_lines(result) + _lstm_lines(result)
     if result.inserted and result.model.format == "tensorflow" and not to_tflite:  # no integer kernels for pairs
         message = "note: TensorFlow computes the Q/DQ ops in addition to the float ops, so the result is not faster"
         lines.append(
@@ -264,6 +266,19 @@ def _slowdown_lines(result: Result) -> list[RenderableType]:
     # Rules without a backend may be for other hardware, which needs the sites that ONNX Runtime computes slowly.
     message += " --optimize latency measures which ops are faster in float." if result.plan.targets else ""
     return [plain_line(f"{message} See docs/howto/slower.md.", style="yellow")]
+
+
+def _lstm_lines(result: Result) -> list[RenderableType]:
+    """Return a note on large float LSTMs, which ONNX Runtime computes on integers only with ranges of each step."""
+    count = 0
+    for verdict in result.verdicts if result.plan.for_onnxruntime else ():
+        if verdict.type == "LSTM" and verdict.status == "float":
+            op, graph = result.model.graphs[verdict.graph].op(verdict.op), result.model.graphs[verdict.graph]
+            tensor = graph.slots(op.name)[op.roles.index("recurrent_weight")]
+            shape = None if tensor is None else result.model.output(tensor).shape
+            count += shape is not None and None not in shape and math.prod(map(int, shape)) >= MIN_DYNAMIC_LSTM_WEIGHTS
+    message = "ONNX Runtime computes them on integers only with the ranges of each step: --rules dynamic, often faster."
+    return [plain_line(f"note: {pluralize(count, 'large LSTM')} in float. {message}", style="yellow")] if count else []
 
 
 def _unfolded_lines(result: Result) -> list[RenderableType]:

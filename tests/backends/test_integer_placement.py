@@ -382,3 +382,26 @@ def test_rules_without_costs(cli, tmp_path):
         load_ruleset([mine])
     (tmp_path / "mine.toml").write_text('costs = "nowhere.toml"\n', "utf-8")
     assert "nowhere.toml" in cli("rules", "check", mine, code=2).stderr
+
+
+def test_costs_keep_dynamic_lstms(tmp_path):
+    """A rule before the default ones that gives an LSTM the fused form is kept: costs know int8 kernels of pairs only."""
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "slower.md").read_text()
+    rules = tmp_path / "lstm.toml"
+    rules.write_text(text.partition("<<'END'\n")[2].partition("END\n")[0])
+    rng = np.random.default_rng(0)
+    shapes = {"w": (1, 512, 24), "r": (1, 512, 128), "v": (128, 512)}
+    weights = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    body = """h = LSTM<hidden_size = 128>(x, w, r)
+        t = Transpose<perm = [0, 2, 1, 3]>(h)
+        s = Constant<value = int64[2] {9, 128}>() q = Reshape(t, s) y = MatMul(q, v)"""
+    path = tmp_path / "net.onnx"
+    onnx.save(
+        load_onnx(tmp_path, f"g (float[9, 1, 24] x) => (float[9, 512] y) {{ {body} }}", weights).source.message, path
+    )
+    data = {"x": rng.normal(size=(16, 9, 1, 24)).astype(np.float32)}
+    result = gq.insert(path, data=data, rules=[rules, "onnxruntime"])
+    types = {verdict.type: verdict.status for verdict in result.verdicts}
+    assert types["LSTM"] == types["MatMul"] == "int8"
+    assert result.validation.worst_sqnr > 25
+    assert gq.insert(path, data=data).verdicts[0].status == "float"
