@@ -17,6 +17,7 @@ def run() -> None:
         # An import may lose a KeyboardInterrupt, or turn it into another error, so that it comes afterwards.
         can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else set()
+        sys.unraisablehook = _repeat_interrupt
         gc.set_threshold(*GC_THRESHOLDS)
         _open_closed_streams()
         # pydantic would read the metadata of all installed packages in search of plugins.
@@ -32,6 +33,18 @@ def run() -> None:
         sys.exit(130)
     finally:
         gc.freeze()  # else Python searches all objects for garbage as the process ends, which takes 0.2 s
+
+
+def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+    """Send Ctrl-C again if Python loses it, as in a destructor or in the callback of a weak reference."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    import signal
+    import threading
+
+    # An exception that is raised before this function returns would be lost too.
+    threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def _open_closed_streams() -> None:

@@ -49,6 +49,10 @@ class ModelError(GraphQuantError):
     exit_code: ClassVar[int] = 3
 
 
+class InvalidModelError(ModelError):
+    """The model's runtime refuses the model as inconsistent, whatever ops and libraries are installed."""
+
+
 class UnobservableTensorError(ModelError):
     """The framework cannot return the values of a tensor."""
 

@@ -38,7 +38,7 @@ from graphquant.calibration.batch_independence import is_batch_independent, meas
 from graphquant.calibration.calibrate import block_feeds
 from graphquant.calibration.holdout import HoldOut, open_labels, sample_range
 from graphquant.calibration.memory import estimate_footprint
-from graphquant.errors import FindingsError, MissingDependencyError, ModelError, UsageError
+from graphquant.errors import FindingsError, InvalidModelError, MissingDependencyError, ModelError, UsageError
 from graphquant.ir import Model, TensorRef, count_macs, qualified_op_name, unsized_tensors
 from graphquant.utils import Progress, stage_progress
 from graphquant.utils.text import format_distinct
@@ -535,9 +535,11 @@ def has_few_sites(count: int) -> bool:
 
 
 def _can_run(model: Model, dataset: Dataset) -> bool:
-    """Return True if the model runs on the first sample."""
+    """Return True if the model runs on the first sample. Raises an InvalidModelError if no runtime would load it."""
     try:
         formats.format_module(model.format).create_runner(model).run(next(dataset.feeds_between(0, 1)))
+    except InvalidModelError:
+        raise
     except (MissingDependencyError, ModelError):
         return False
     return True

@@ -808,6 +808,21 @@ def test_weights_alone_give_dynamic_range(samples: Path, tmp_path: Path) -> None
             gq.compare(model, tmp_path / "x.tflite", {"image": images})
 
 
+def test_weights_of_a_loop_give_dynamic_range(samples: Path) -> None:
+    """Rounded weights become constants of the loop's body, whether it owns them or they enter it."""
+    result = gq.insert(
+        gq.freeze(gq.load(samples / "digits_rnn_saved_model")),
+        rules="weight_only",
+        data=str(samples / "digits_rnn_calib.npz"),
+    )
+    in_body = [str(insertion.site.tensor) for insertion in result.inserted if "/body/" in insertion.site.tensor.op]
+    assert len(in_body) == 4
+    report = gq.convert_to_tflite(result, None)
+    assert report.agrees
+    assert report.validation is not None
+    assert report.validation.worst_sqnr == pytest.approx(result.validation.worst_sqnr, abs=2)
+
+
 def test_tensor_arrays_of_tensorflow_1_get_advice(tmp_path: Path) -> None:
     """The graph with TensorArrayV3 is refused; built with control flow of version 2, as advised, it converts."""
     tf = pytest.importorskip("tensorflow")

@@ -38,6 +38,13 @@ CONSTANTS = {
     "huge": np.array([1, 2, 1e9, 3], np.float32),
     "bi": np.arange(4, dtype=np.int32),
     "bmax": np.array([1, 2, 2**31 - 1, 3], np.int32),
+    "bfits": np.array([1, 2, 2**31 - 2, 3], np.int32),
+    "edge": np.array([1, 2, 2**31, 3], np.float32),
+    # Products of such scales divide 2**31 by nearly 1: into 1 more, and into 3 less.
+    "above1": np.float32(1 + 181 / 2**23),
+    "below1": np.float32(1 - 181 / 2**23),
+    "above2": np.float32(1 + 2024 / 2**23),
+    "below2": np.float32(1 - 4047 / 2**24),
     "flat": np.array([1, 64], np.int64),
     "sc": np.full((32, 1), 0.1, np.float32),
 }
@@ -89,6 +96,16 @@ CASES = [
     ("", "onnxruntime", A + qdq_text("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
     ("GQ104", None, A + W + "r = Conv(a, v, huge)" + Y, "r"),
     ("GQ104", None, A + W + "c = DequantizeLinear(bmax, prod, n0) r = Conv(a, v, c)" + Y, "r"),
+    ("", None, A + W + "c = DequantizeLinear(bfits, prod, n0) r = Conv(a, v, c)" + Y, ""),
+    *(
+        (
+            "GQ104",
+            None,
+            qdq_text("x", "a", f"above{pair}") + f"v = DequantizeLinear(w, below{pair}, i0) r = Conv(a, v, edge)" + Y,
+            op,
+        )
+        for pair, op in ((1, "r"), (2, ""))
+    ),
     ("", None, A + W + "r = Conv(a, v, b)" + Y, ""),
     ("GQ105", None, A + "t = Sigmoid(x2) r = Concat<axis = 1>(a, t)" + Y, "r"),
     (

@@ -53,12 +53,14 @@ def test_nearly_all_is_not_all():
                 values=2500,
                 accuracy=(0.5, 0.5),
                 problem="",
+                agreement_lower_bound=share if name == "c" else agreement,
             )
             for name, agreement in (("a", 1.0), ("b", share), ("c", 1.0))
         ]
         comparison = Comparison(samples=1, random=False, outputs=tuple(outputs), sites=(), labels="")
         validation = Validation(comparison=comparison, reuses_samples=False, bounds=Bounds(min_agreement=1.0))
         assert len(validation.failures) == 1
+        assert len(validation.caveats) == 2
         metrics = outcome_metrics(SimpleNamespace(inserted=(None,), validation=validation))
         assert metrics.agreement == share
         missed = missed_gates(Gates(min_agreement=1, min_quantized=1), metrics, quantized_share=share)

@@ -469,6 +469,23 @@ def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
+def test_interrupt_in_a_destructor_is_not_lost() -> None:
+    """Python only prints a KeyboardInterrupt of a destructor, so Ctrl-C is sent again."""
+    script = (
+        "import sys, time, graphquant.cli\n"
+        "class Destroyed:\n"
+        "    def __del__(self): raise KeyboardInterrupt\n"
+        "def main(prog_name):\n"
+        "    Destroyed()\n"
+        "    time.sleep(20)\n"
+        "graphquant.cli.main = main\n"
+        "from graphquant.__main__ import run\n"
+        "run()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [

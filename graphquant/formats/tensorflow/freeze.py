@@ -279,19 +279,51 @@ def with_constants(graph_def: Any, names: Sequence[str], known: Mapping[str, Arr
     """
     tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
-    changed = deepcopy(graph_def)
+    changed, computed = deepcopy(graph_def), deepcopy(graph_def)
+    # No session returns values of a loop's body: its control inputs on constants, and Enter ops, place an op there.
+    for node in computed.node:
+        node.input[:] = [text for text in node.input if text[:1] != "^"]
+        if node.op == "Enter":
+            node.op = "Identity"
+            for name in [name for name in node.attr if name != "T"]:
+                del node.attr[name]
+    names = [name for name in names if name not in known]
     with v1.Graph().as_default() as graph, silence_stderr(), translate_tf_errors(tensorflow):
-        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+        v1.import_graph_def(v1.GraphDef.FromString(proto.to_binary(_pruned(computed, names))), name="")
         with v1.Session(graph=graph) as session:
             values = {**dict(zip(names, session.run([f"{name}:0" for name in names]), strict=True)), **known}
+    controls = _loop_controls(graph_def, values)
     for node in changed.node:
         if node.name in values:
             name = node.name
             node.Clear()
             node.name, node.op = name, "Const"
+            node.input.extend(controls.get(name, ()))
             set_constant(node, values[name])
     read = {proto.input_node(text) for node in graph_def.node for text in node.input}
     return _pruned(changed, [node.name for node in changed.node if node.name not in read])
+
+
+def _loop_controls(graph_def: Any, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return a control input for each of the nodes `names` that run in a loop, which keeps it there without others."""
+    nodes = {node.name: node for node in graph_def.node}
+    readers: dict[str, list[str]] = defaultdict(list)
+    for node in graph_def.node:
+        for text in node.input if node.op != "Exit" else ():
+            readers[proto.input_node(text)].append(node.name)
+    entries = [node.name for node in graph_def.node if node.op == "Enter"]
+    in_loops = set(reachable(entries, lambda name: readers.get(name, ())))
+
+    def data_inputs(name: str) -> list[str]:
+        return [proto.input_node(text) for text in nodes[name].input if text[:1] != "^"]
+
+    controls = {}
+    for name in in_loops.intersection(names):
+        sources = reachable([name], data_inputs)
+        entered = [f"^{source}" for source in sources if nodes[source].op == "Enter"]
+        waits = [text for source in sources for text in nodes[source].input if text[:1] == "^" and text[1:] in in_loops]
+        controls[name] = (waits + entered)[:1]  # the converter refuses a control edge from an Enter
+    return controls
 
 
 def _pruned(graph_def: Any, outputs: Iterable[str]) -> Any:

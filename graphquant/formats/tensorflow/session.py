@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from graphquant.errors import MissingDependencyError, ModelError
+from graphquant.errors import InvalidModelError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
@@ -452,7 +452,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
     except tensorflow.errors.OpError as error:
         raise ModelError(f"TensorFlow cannot run the model: {last_error_line(error.message)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}.") from error
+        raise InvalidModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}.") from error
 
 
 _PROTO_TEXT = re.compile(r"^\w+ \{$", re.MULTILINE)  # the start of a message in text form

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -81,7 +81,7 @@ def convert_signatures(model: Model, io: str | None = None, *, keep_float: bool 
     names = [op.name for op in model.main.ops() if op.kind == "qdq"]
     if not has_only_weight_ranges(model):
         names = _transposed_weight_quantizers(model)
-    switched = _switched_weights(model)
+    switched = _switched_weights(model, names)
     if names or switched:
         # The converter computes the scales of such weights from their values, which gives the planned scales: the
         # largest value is on the grid. FakeQuants would let it store float weights.
@@ -619,17 +619,22 @@ def _transposed_weight_quantizers(model: Model) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _switched_weights(model: Model) -> dict[str, Array]:
+def _switched_weights(model: Model, computed: Collection[str]) -> dict[str, Array]:
     """Return the rounded weights that reach a FakeQuant per channel in a branch through a Switch, by its name.
 
     The converter makes such a weight an argument of the branch, and has no kernel for the FakeQuant of an argument.
+    Weights that enter a loop are included if their FakeQuant is one of `computed`.
     """
     weights, parameters = {}, Parameters(model)
     for op in model.main.ops():
-        path = [TensorRef("", op.name)] if op.kind == "qdq" and "PerChannel" in op.type else []
+        is_computed = op.name in computed
+        path = [TensorRef("", op.name)] if op.kind == "qdq" and ("PerChannel" in op.type or is_computed) else []
         for tensor in path:  # grows during the loop
             source = model.main.source_of(Use("", tensor.op, 0))
-            if source is not None and model.op(source).kind in {"identity", "switch", "constant"}:
+            if source is None or source in path:
+                break
+            passes_loop = is_computed and model.op(source).type in {"Enter", "Merge"}
+            if passes_loop or model.op(source).kind in {"identity", "switch", "constant"}:
                 path.append(source)
         params = read_qparams(model.main, op, parameters) if path else None
         read_value = model.op(path[-1]).read_value if path else None

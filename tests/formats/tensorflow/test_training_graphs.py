@@ -12,7 +12,7 @@ from support.tensorflow_models import write_training_graph
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.errors import GraphQuantError, ModelError
+from graphquant.errors import GraphQuantError, InvalidModelError, ModelError
 from graphquant.formats.tensorflow.runner import create_runner
 from graphquant.formats.tensorflow.session import last_error_line
 from graphquant.ir import count_macs, unsized_tensors
@@ -416,3 +416,16 @@ def test_a_default_that_a_signature_names_stays(tmp_path: Path) -> None:
         v1.saved_model.simple_save(session, str(tmp_path / "net"), {"x": x, "factor": factor}, {"y": y})
     frozen = gq.freeze(gq.load(tmp_path / "net"))
     assert {op.name for op in frozen.main.ops() if op.type.startswith("Placeholder")} == {"x", "factor"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "rules"), [("stem/relu", "fixed_point"), ("ReadVariableOp", "tflite")])
+def test_a_model_that_tensorflow_refuses_is_not_quantized(samples: Path, tmp_path: Path, node: str, rules: str) -> None:
+    """A wrong shape in the float model is its error, also if the preparation removes the op, or nothing is observed."""
+    tf = pytest.importorskip("tensorflow")
+    graph = tf.compat.v1.GraphDef.FromString((samples / "digits_cnn.pb").read_bytes())
+    changed = next(entry for entry in graph.node if entry.name == node)
+    changed.attr["_output_shapes"].list.shape.add().dim.add(size=5)
+    (tmp_path / "net.pb").write_bytes(graph.SerializeToString())
+    with pytest.raises(InvalidModelError):
+        gq.insert(tmp_path / "net.pb", data=str(samples / "digits_cnn_calib.npz"), rules=rules)
