@@ -28,9 +28,12 @@ def run() -> None:
         if can_block:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         main(prog_name="graphquant")  # also of python -m graphquant, because completion reads it
+    except Exception as error:
+        if not _is_interrupt(error):
+            raise
+        _exit_interrupted()
     except KeyboardInterrupt:
-        sys.stderr.write("Interrupted.\n")
-        sys.exit(130)
+        _exit_interrupted()
     finally:
         gc.freeze()  # else Python searches all objects for garbage as the process ends, which takes 0.2 s
 
@@ -45,6 +48,17 @@ def _repeat_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
 
     # An exception that is raised before this function returns would be lost too.
     threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return True if Ctrl-C caused an error: an import in a command may turn it into another one."""
+    # pydantic quotes a KeyboardInterrupt in the text of its error, without a cause.
+    return error is not None and ("KeyboardInterrupt" in f"{error!r}" or _is_interrupt(error.__cause__))
+
+
+def _exit_interrupted() -> None:
+    sys.stderr.write("Interrupted.\n")
+    sys.exit(130)
 
 
 def _open_closed_streams() -> None:

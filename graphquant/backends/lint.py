@@ -396,7 +396,7 @@ def _check_narrow_channels(context: LintContext, op: Op, side: QuantizedInput, p
 
 
 def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[Problem]:
-    if op.kind not in {"quantize", "dequantize"}:
+    if op.kind not in {"quantize", "dequantize"} or op.role(1) != "scale":  # TensorFlow's ops have limits instead
         return
     tensors = [*graph.slots(op.name), None, None, None][1:3]  # a damaged op may have no scale
     value, zero = (None if tensor is None else context.quantizations.parameters.value(tensor) for tensor in tensors)

@@ -155,7 +155,7 @@ def _macs_per_element(graph: Graph, op: Op, parameters: Parameters, sizes: Mappi
         return _inner_size(graph, op, weight) or _summed_length(graph, op, sizes)
     if op.kind in {"einsum", "attention"}:
         return _contracted_size(graph, op) if op.kind == "einsum" else _attention_macs(graph, op, weight, sizes)
-    if weight is None or not prod(weight):
+    if not weight or not prod(weight):
         return None
     if op.kind in CONVOLUTION_KINDS:
         channels = output_channels(op, weight)

@@ -302,4 +302,4 @@ def find_states(model: Model) -> dict[str, TensorRef]:
 
 def fixed_cache_size(op: Op) -> int:
     """Return the number of positions in the states of an attention op that keeps only the last ones; 0 if they grow."""
-    return int(op.numeric_attr("sliding_window_cache", 0) and op.numeric_attr("local_window_size", 0))
+    return int(op.numeric_attr("sliding_window_cache", 0) and max(op.numeric_attr("local_window_size", 0), 0))

@@ -737,7 +737,7 @@ class _Repair:
             if -MAX_EXCESS_DB <= missing <= 0 or not math.isfinite(missing):
                 return
             if missing < 0 and (result.stop_reason is not None or 2 * work > self._request.budget.remaining):
-                return  # a cheaper plan is no need
+                return  # the plan meets the aim, and too little work is left for a cheaper one
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
             offset -= missing

@@ -385,7 +385,7 @@ def test_rules_without_costs(cli, tmp_path):
 
 
 def test_costs_keep_dynamic_lstms(tmp_path):
-    """A rule before the default ones that gives an LSTM the fused form is kept: costs know int8 kernels of pairs only."""
+    """A rule before the default ones that gives an LSTM the fused form is kept: costs are those of pairs."""
     text = (Path(__file__).parents[2] / "docs" / "howto" / "slower.md").read_text()
     rules = tmp_path / "lstm.toml"
     rules.write_text(text.partition("<<'END'\n")[2].partition("END\n")[0])

@@ -287,6 +287,21 @@ def test_unknown_backends():
         check_quantized_model(gq.Model(format="onnx"), "onnxrutime")
 
 
+@pytest.mark.parametrize("least", [-1.0, 0.0, 0.5])
+def test_limits_of_tensorflow_are_no_scales(tmp_path, least):
+    """The second input of QuantizeV2 is the least value, which may be negative."""
+    import tensorflow as tf
+
+    graph = tf.Graph()
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None, 4], name="x")
+        codes = tf.raw_ops.QuantizeV2(input=x, min_range=least, max_range=1.0, T=tf.quint8)
+        limits = {"min_range": codes.output_min, "max_range": codes.output_max}
+        tf.identity(tf.raw_ops.Dequantize(input=codes.output, **limits), name="y")
+    (tmp_path / "m.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    assert gq.check(tmp_path / "m.pb").findings == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["digits_cnn.pb", "digits_cnn_saved_model"])
 def test_own_weights_have_the_right_axis(model, samples, tmp_path):

@@ -486,6 +486,22 @@ def test_interrupt_in_a_destructor_is_not_lost() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
+@pytest.mark.parametrize("code", ["class Owner: name = Name()", "raise SystemError('in: KeyboardInterrupt: ')"])
+def test_interrupt_during_the_imports_of_a_command(tmp_path: Path, code: str) -> None:
+    """Ctrl-C that an import of a command turns into another error ends it with one line; other errors do not."""
+    (tmp_path / "numpy.py").write_text(
+        f"class Name:\n    def __set_name__(self, *_): raise KeyboardInterrupt\n{code}", encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "graphquant", "inspect", str(tmp_path / "m.onnx")]
+    (tmp_path / "m.onnx").touch()
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    (tmp_path / "numpy.py").write_text("raise SystemError('broken')", encoding="utf-8")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "SystemError: broken" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "output"),
     [

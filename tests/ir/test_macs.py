@@ -70,8 +70,13 @@ def load_text(text: str, folder: Path, shape: tuple[int, ...]) -> gq.Model:
         ('(float x) => (float[2, 3] y) { y = Einsum<equation = "i...k,kj->ij">(x, w) }', (5, 3)),
         ('(float[2] x) => (float[2, 3] y) { y = Einsum<equation = "i...k,kj->ij">(x, w) }', (5, 3)),
         ("(float[N, 4] x) => (float[N, 6] y) { y = LSTM<hidden_size = 6>(, w, w) }", (1, 24, 6)),
+        ("(float[N, 4] x, float[N, 2] r) => (float[N, 4] y) { y = com.microsoft.MoE<k = 1>(x, r, w, , w) }", ()),
+        ("(float[N, 4] x, float[N, 2] r) => (float[N, 4] y) { y = com.microsoft.MoE<k = 1>(x, r, w, , w) }", (0, 8, 4)),
     ],
-    ids=["weight of unknown sizes", "empty weight", "unknown rank", "rank below the equation's", "no input"],
+    ids=[
+        *("weight of unknown sizes", "empty weight", "unknown rank", "rank below the equation's", "no input"),
+        *("experts without axes", "no experts"),
+    ],
 )
 def test_ops_without_a_count(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """An op whose sizes are unknown, empty or contradictory is omitted."""

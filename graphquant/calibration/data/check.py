@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 RUN_VALUES = 16  # length of a run of values, mostly different ones, that two samples share only if they overlap
+MAX_SHIFT = 0.75  # of a sample; windows further apart share few values
 MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
 SPLIT_SAMPLES = 8  # below this number, samples that determined the ranges also judge the result
@@ -422,8 +423,9 @@ def _find_mistakes(
             if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
-    large = [stats for _, stats in stats_of_inputs if stats.low < stats.high and stats.is_long]
-    if large and all(stats.are_cuts for stats in large):  # states of a stream overlap, unlike its chunks
+    content = [stats for entry, stats in stats_of_inputs if not uses.get(entry.name, InputUse()).is_state]
+    large = [stats for stats in content if stats.low < stats.high and stats.is_long]
+    if large and all(stats.are_cuts for stats in large):
         items = max(stats.feeds - stats.overlaps for stats in large)
         message = (
             f"The samples overlap: {large[0].feeds} seem to be cut from {items} longer, like windows or crops."
@@ -468,12 +470,15 @@ def _dataset_findings(dataset: Dataset) -> dict[str, str]:
 
 
 def _shares_run(values: Array, previous: bytes) -> bool:
-    """Return True if the first, middle or last values of a feed occur at another position in the feed before."""
+    """Return True if the first, middle or last values of a feed occur at another position in the feed before.
+
+    Chunks of a stream may begin with the end of the chunk before, which is no overlap of windows.
+    """
     for start in (0, values.size // 2, max(values.size - RUN_VALUES, 0)):
         run = values[start : start + RUN_VALUES]
         if len(run) == RUN_VALUES and np.unique(run).size > RUN_VALUES // 2:
             position = previous.find(run.tobytes())
-            if position >= 0 and position != start * values.itemsize:
+            if position >= 0 and 0 < abs(position - start * values.itemsize) < MAX_SHIFT * values.nbytes:
                 return True
     return False
 

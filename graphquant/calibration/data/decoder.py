@@ -151,7 +151,7 @@ def _head_size(graph: Graph, attention: Op, slot: int) -> int:
     heads = attention.numeric_attr("num_heads", 1)
     kv_heads = attention.numeric_attr("kv_num_heads", heads)
     joined = 1 if len(shape) == ATTENTION_AXES else kv_heads if slots[part] else heads + 2 * kv_heads
-    return int((shape[-1] or 0) // joined)
+    return int((shape[-1] or 0) // max(joined, 1))
 
 
 def _generated_values(model_input: InputSpec, past: int, count: int) -> Array | None:

@@ -66,7 +66,8 @@ class InputUse:
     selects_all: bool = True  # False if a part or a function of the input selects rows, such as a column or a remainder
     layer: InputLayer | None = None  # first layer that stores the scale of its values, or None
     may_be_nan: bool = False  # True if the model looks for NaN itself
-    starts_states: bool = False  # True if it is the initial state of a recurrent op whose final state nothing reads
+    is_state: bool = False  # True if it is the initial state of a recurrent op
+    starts_states: bool = False  # True if also nothing reads the final state
 
 
 def find_input_uses(model: Model, inputs: Sequence[InputSpec]) -> Mapping[str, InputUse]:
@@ -148,6 +149,7 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
             if op.kind == "batchnorm" or op.kind in WEIGHTED_KINDS | RECURRENT_KINDS:
                 result.rescaled |= op.kind == "batchnorm" and is_first
                 read_ports = model.graphs[use.graph].consumers_by_port(use.op)
+                result.is_state |= role == "state"
                 result.starts_states |= role == "state" and read_ports.keys() <= {0}
                 if role == "input" and result.layer is None:
                     layer = _stored_scale(model, parameters, op, tensor, TensorRef(use.graph, use.op))

@@ -507,9 +507,10 @@ def _restored_op(graph: Graph, op: Op, key: str, notes: Mapping[str, str]) -> Op
 
 def _lift_gather(lift: _Lift) -> list[str]:
     """Replace a GatherBlockQuantized by DequantizeLinear and Gather; return their names."""
-    op, table = lift.op, lift.slots[0]
+    op, table = lift.op, next(iter(lift.slots), None)
     if table is not None and lift.model.op(table).type == "Reshape":  # a product reads the same bytes in blocks
-        lift = replace(lift, slots=(lift.model.graphs[table.graph].slots(table.op)[0], *lift.slots[1:]))
+        stored = next(iter(lift.model.graphs[table.graph].slots(table.op)), None)
+        lift = replace(lift, slots=(stored, *lift.slots[1:]))
     weight, scale, zero_point = lift.weight_constants(0, SCALE_SLOT, ZERO_POINT_SLOT, dtypes={"int4", "uint4", "uint8"})
     has_zero_points = any(lift.slots[ZERO_POINT_SLOT : ZERO_POINT_SLOT + 1])
     shape = None if weight is None else fully_known_shape(weight.outputs[0].shape)
@@ -519,7 +520,7 @@ def _lift_gather(lift: _Lift) -> list[str]:
     if weight.outputs[0].dtype == "uint8":
         shape = fully_known_shape(lift.model.output(table).shape) if table is not None else None
         return _lift_packed_gather(lift, weight, shape or (), scale, zero_point)
-    if table != lift.slots[0]:
+    if lift.slots[0] != table:
         return []
     axis = int(op.numeric_attr("quantize_axis", 1)) % len(shape)
     blocks = (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])

@@ -341,7 +341,7 @@ CPP_POSITION = re.compile(
     r"^\[ONNXRuntimeError\] : \d+ : \w+ : |"  # a status code
     rf"(?<![^\s:])(?:/\S+{_EXTENSION}: \w+: Assertion `[^`]*` failed: |"  # onnx
     # The signature of the function is behind a path, its name behind the name of a file and a path of Windows.
-    rf"(?:/\S+{_EXTENSION} [^()]*{_GROUP}(?:[^\s()]*{_GROUP}[>&]*| const\b| \[with [^\]]*\])*|"
+    rf"(?:/\S+{_EXTENSION} [^()]*{_GROUP}(?:[^\s()]*{_GROUP}(?:[>&]+(?!\S))?| const\b| \[with [^\]]*\])*|"
     rf"(?:[A-Z]:\\\S+|\w+){_EXTENSION} [\w:]+) "
     r"(?:.*? was false\. (?=\S))?)"  # the condition, if a sentence follows
 )

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from support.data_files import write_wav
-from support.onnx_models import onnx_model
+from support.onnx_models import load_onnx, onnx_model
 
 import graphquant as gq
 from graphquant.batch.reports.text import report_notices
@@ -96,12 +96,29 @@ def test_cuts_of_few_items(check_arrays) -> None:
     assert kinds(check_arrays(windows[:3, :14].reshape(-1, 64), None, 64)) == cut
     assert kinds(check_arrays(windows[:, :3].reshape(-1, 64), None, 64)) == []
     assert kinds(check_arrays(windows[0, ::4], None, 64)) == ["few-samples"]
+    chunks = np.lib.stride_tricks.sliding_window_view(rng.normal(0, 1, 3000).cumsum(), 80)[::64]
+    assert kinds(check_arrays(chunks[:40], None, 80)) == []  # each begins with the last 16 values of the one before
     picture = rng.normal(0, 1, (96, 96)).cumsum(0).cumsum(1)
     picture = (picture - picture.min()) / np.ptp(picture)
     crops = np.lib.stride_tricks.sliding_window_view(picture, (32, 32))[::8, ::8].reshape(-1, 1, 32, 32)
     assert kinds(check_arrays(crops, None, 1, 32, 32)) == cut
     still = np.where(np.arange(64) < 32, clips[0, :64], rng.normal(0, 1, (40, 64)) + clips[0, :64])
     assert "overlapping-samples" not in kinds(check_arrays(still, None, 64))
+
+
+def test_cuts_beside_states(tmp_path: Path) -> None:
+    """The states of a recurrent op need not be cuts, too."""
+    rng = np.random.default_rng(9)
+    weights = {"w": rng.normal(0, 0.1, (1, 128, 64)).astype(np.float32), "r": np.zeros((1, 128, 32), np.float32)}
+    body = "o, next, cell = LSTM<hidden_size = 32>(x, w, r, , , h) y = Squeeze(o)"
+    graph = f"g (float[1, 1, 64] x, float[1, 1, 32] h) => (float[32] y, float[1, 1, 32] next) {{ {body} }}"
+    model = load_onnx(tmp_path, graph, weights)
+    clip = rng.normal(0, 1, 1000).cumsum().astype(np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(clip, 64)[:640:16].reshape(40, 1, 1, 64)
+    states = rng.normal(0, 1, (40, 1, 1, 32)).astype(np.float32)
+    inputs = format_module("onnx").input_specs(model)
+    report = check_dataset(open_data({"x": windows, "h": states}, inputs), inputs, model)
+    assert kinds(report) == ["overlapping-samples"]
 
 
 def test_samples_that_differ_by_noise(check_arrays) -> None:

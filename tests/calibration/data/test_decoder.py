@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +18,9 @@ from graphquant.analysis.measured_outputs import compared_outputs
 from graphquant.calibration.data import MemoryData, open_data
 from graphquant.calibration.data.decoder import MIN_TOKENS, STEPS, complete_decoder_data
 from graphquant.calibration.holdout import open_optional_labels
-from graphquant.errors import DataError
+from graphquant.errors import DataError, GraphQuantError
 from graphquant.formats import format_module
-from graphquant.ir import find_states
+from graphquant.ir import find_states, fixed_cache_size
 from graphquant.quantize.integer_io import find_caches
 
 if TYPE_CHECKING:
@@ -162,6 +164,29 @@ def test_states_of_a_fixed_size(tmp_path: Path) -> None:
     outputs = {name: name for name in runner.outputs}
     assert compared_outputs(runner, runner, outputs).keys() == {"logits", "present_conv"}
     assert all("last positions" in cache.reason for cache in find_caches(model))
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"num_heads": 0, "kv_num_heads": 0},
+        {"kv_num_heads": -1},
+        {"sliding_window_cache": 1, "local_window_size": -1},
+    ],
+)
+def test_damaged_attention(attributes: dict[str, int], tmp_path: Path) -> None:
+    """Counts of heads below one, and windows below zero, are errors of the model."""
+    decoder, _ = load_decoder(tmp_path)
+    message = with_unknown_sizes(build_decoder(decoder))
+    for node in [node for node in message.graph.node if node.op_type == "GroupQueryAttention"]:
+        kept = [attribute for attribute in node.attribute if attribute.name not in attributes]
+        del node.attribute[:]
+        node.attribute.extend([*kept, *itertools.starmap(onnx.helper.make_attribute, attributes.items())])
+    onnx.save(message, tmp_path / "damaged.onnx")
+    model = gq.load(tmp_path / "damaged.onnx")
+    assert {fixed_cache_size(op) for op in model.main.ops()} == {0}
+    with suppress(GraphQuantError):
+        open_ids(model, {"input_ids": IDS})
 
 
 def test_state_of_linear_attention(tmp_path: Path) -> None:

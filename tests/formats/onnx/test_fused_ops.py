@@ -1037,6 +1037,16 @@ def test_misfit_constants(tmp_path: Path, op_type: str, slot: int, change: Calla
     assert onnx_format.emit(model).graph.node == message.graph.node
 
 
+@pytest.mark.parametrize("body", ["y = com.microsoft.GatherBlockQuantized()", "t = Reshape() y = {}(t, i, s)"])
+def test_tables_without_inputs(tmp_path: Path, body: str) -> None:
+    """A lookup without inputs, or whose table has none, is read as it is in the file."""
+    body = body.format("com.microsoft.GatherBlockQuantized<bits = 8, block_size = 16>")
+    weights = {"s": np.ones((4, 2), np.float32)}
+    onnx.save(parse(body, "int64[n] i", "float[n, 32] y", weights), tmp_path / "hostile.onnx")
+    model = gq.load(tmp_path / "hostile.onnx")
+    assert op_counts(onnx_format.emit(model))["GatherBlockQuantized"] == 1
+
+
 def test_half_misfit_experts_and_gates(tmp_path: Path) -> None:
     """A fused layer with a misfit second weight leaves no op of its first one behind."""
     weights = {"w": np.ones((1, 30, 80), np.int8), "r": np.ones((1, 20, 80), np.int8)}
