@@ -17,7 +17,7 @@ import graphquant as gq
 from graphquant.batch.reports.text import report_notices
 from graphquant.batch.types import BatchReport, Entry
 from graphquant.batch.work import quantize_entry
-from graphquant.calibration.data import Dataset, open_data
+from graphquant.calibration.data import Dataset, as_data_spec, open_data
 from graphquant.calibration.data.check import SampleCheck, _ModelResponse, check_dataset
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec, format_module
@@ -117,7 +117,7 @@ def test_cuts_beside_states(tmp_path: Path) -> None:
     windows = np.lib.stride_tricks.sliding_window_view(clip, 64)[:640:16].reshape(40, 1, 1, 64)
     states = rng.normal(0, 1, (40, 1, 1, 32)).astype(np.float32)
     inputs = format_module("onnx").input_specs(model)
-    report = check_dataset(open_data({"x": windows, "h": states}, inputs), inputs, model)
+    report = check_dataset(open_data(as_data_spec({"x": windows, "h": states}), inputs), inputs, model)
     assert kinds(report) == ["overlapping-samples"]
 
 
