@@ -48,7 +48,7 @@ COMMANDS = {
     "inspect --stats": ["inspect OUT/stats.gqs", "inspect digits_cnn.onnx --stats OUT/stats.gqs"],
     "explain": ["explain digits_cnn.onnx stem/conv", "explain OUT/quant.onnx *"],
     "check": ["check OUT/quant.onnx --for onnxruntime", "check OUT/quant.onnx --for tensorrt"],
-    "compare": ["compare digits_cnn.onnx OUT/quant.onnx --data digits_cnn_eval.npz --samples 4"],
+    "compare": ["compare digits_cnn.onnx OUT/quant.onnx --data digits_cnn_eval.npz --samples 8"],
     "diff": ["diff digits_cnn.onnx OUT/quant.onnx"],
     "data check": ["data check digits_cnn.onnx digits_cnn_calib.npz"],
 }
