@@ -150,8 +150,7 @@ def _shard_stats(
     if required_versions != package_versions():
         return None
     worker = partial(_write_shard_stats, shard=shard, max_memory=limits.memory // 2 if limits.memory else None)
-    # dask removes the folder of a killed worker when it starts the next one.
-    with tempfile.TemporaryDirectory(prefix="graphquant-stats-", dir=get_worker().local_directory) as temp_folder:
+    with _temporary_folder() as temp_folder:
         shard_entry = replace(entry, output=str(Path(temp_folder, STATS_FILE_NAME)))
         outcome = _worker_pools(plugin_name).run_entry(
             shard_entry, partial(_run_in_folder, worker, folder), replace(limits, retries=0), None
@@ -234,7 +233,7 @@ def _entry_on_worker(
     plugin = _worker_pools(plugin_name)
     pool = plugin.idle.popleft() if plugin.idle else []
     try:
-        with tempfile.TemporaryDirectory(prefix="graphquant-stats-", dir=get_worker().local_directory) as temp_folder:
+        with _temporary_folder() as temp_folder:
             if stats is not None:
                 stats_path = Path(temp_folder, STATS_FILE_NAME)
                 stats.save(stats_path)
@@ -254,6 +253,11 @@ def _run_in_folder(worker: Callable[..., Outcome], folder: str, entry: Entry, **
         )
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
     return worker(entry, **options)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder in that of this worker. If it is killed, dask removes both at the start of the next worker."""
+    return tempfile.TemporaryDirectory(prefix="graphquant-stats-", dir=get_worker().local_directory)
 
 
 def _worker_pools(plugin_name: str) -> _WorkerPools:

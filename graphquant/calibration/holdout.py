@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from graphquant import formats
+from graphquant.calibration.data.dataset import MIN_SPLIT_SAMPLES
 from graphquant.errors import DataError
 from graphquant.formats import ANY_DTYPE, InputSpec
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.stats import Stats
     from graphquant.ir import Model
 
-MIN_HOLDOUT_SAMPLES = 4  # Minimum size of the hold-out. Data with fewer than twice as many samples is not split.
+MIN_HOLDOUT_SAMPLES = MIN_SPLIT_SAMPLES // 2  # minimum size of the hold-out
 HOLDOUT_DIVISOR = 5  # the hold-out is one in this many samples
 MIN_FOLDS, MAX_FOLDS = 2, 4  # number of folds for many and for few samples
 MANY_SAMPLES = 32  # number of samples from which half of them give good ranges
@@ -60,7 +61,7 @@ def split_holdout(
 ) -> tuple[Dataset, HoldOut]:
     """Split data into calibration samples and a hold-out: the last fifth, but at least 4 of 8 or more samples."""
     start = max(dataset.count - max(MIN_HOLDOUT_SAMPLES, dataset.count // HOLDOUT_DIVISOR), 0)
-    too_few = dataset.count < 2 * MIN_HOLDOUT_SAMPLES
+    too_few = dataset.count < MIN_SPLIT_SAMPLES
     holdout = HoldOut(
         spec=spec, max_samples=max_samples, dataset=dataset, start=start, reuses_samples=too_few, metric=metric
     )
@@ -176,7 +177,7 @@ class CalibrationData:
         calibrates = self.needs_ranges and self.stats is None
         if self.spec is None or not (self.validates and self.has_bounds and (calibrates or self.runs_algorithms)):
             return 0
-        if self._range_stats is not None or self.dataset.count < 2 * MIN_HOLDOUT_SAMPLES:
+        if self._range_stats is not None or self.dataset.count < MIN_SPLIT_SAMPLES:
             return 0
         return MIN_FOLDS if self.dataset.count >= MANY_SAMPLES else MAX_FOLDS
 

@@ -22,8 +22,17 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from graphquant.errors import DataError
-from graphquant.ir import RESHAPING_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, check_invariants
-from graphquant.ir.parameters import fixed_cache_size
+from graphquant.ir import (
+    RESHAPING_KINDS,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    TensorRef,
+    Use,
+    check_invariants,
+    fixed_cache_size,
+)
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, Array, IntType, QParams, qparams_from_scale, quantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import add_constant, new_op

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from graphquant.errors import escape_unprintable
-from graphquant.ir import MAC_KINDS, Model, qualified_op_name
+from graphquant.ir import MAC_KINDS, Model, fully_known_shape, qualified_op_name
 from graphquant.numerics import DynamicQParams, QParams
 from graphquant.quantize.plan import SkipCode
 from graphquant.rules import load_ruleset, shipped_rule_files
@@ -272,11 +272,11 @@ def _lstm_lines(result: Result) -> list[RenderableType]:
     """Return a note on large float LSTMs, which ONNX Runtime computes on integers only with ranges of each step."""
     count = 0
     for verdict in result.verdicts if result.plan.for_onnxruntime else ():
-        if verdict.type == "LSTM" and verdict.status == "float":
-            op, graph = result.model.graphs[verdict.graph].op(verdict.op), result.model.graphs[verdict.graph]
-            tensor = graph.slots(op.name)[op.roles.index("recurrent_weight")]
-            shape = None if tensor is None else result.model.output(tensor).shape
-            count += shape is not None and None not in shape and math.prod(map(int, shape)) >= MIN_DYNAMIC_LSTM_WEIGHTS
+        graph = result.model.graphs[verdict.graph]
+        if verdict.status == "float" and graph.op(verdict.op).kind == "lstm":
+            tensor = graph.slots(verdict.op)[graph.op(verdict.op).roles.index("recurrent_weight")]
+            shape = None if tensor is None else fully_known_shape(result.model.output(tensor).shape)
+            count += math.prod(shape or ()) >= MIN_DYNAMIC_LSTM_WEIGHTS
     message = "ONNX Runtime computes them on integers only with the ranges of each step: --rules dynamic, often faster."
     return [plain_line(f"note: {pluralize(count, 'large LSTM')} in float. {message}", style="yellow")] if count else []
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from graphquant import formats
-from graphquant.calibration.data.dataset import LABEL_KEYS
+from graphquant.calibration.data.dataset import LABEL_KEYS, MIN_SPLIT_SAMPLES
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
 from graphquant.calibration.data.model_inputs import (
     InputLayer,
@@ -43,7 +43,6 @@ RUN_VALUES = 16  # length of a run of values, mostly different ones, that two sa
 MAX_SHIFT = 0.75  # of a sample; windows further apart share few values
 MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
 FEW_SAMPLES = 32  # below this number of samples, ranges depend on the choice of samples
-SPLIT_SAMPLES = 8  # below this number, samples that determined the ranges also judge the result
 MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values, looks like pixels that were not scaled
 MAX_PIXEL = 255
 MAX_VALUE = float(np.sqrt(np.finfo(np.float32).max))  # a BatchNorm or LayerNorm squares values
@@ -364,7 +363,7 @@ class SampleCheck:
                 response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
-        is_small = self._dataset.count < SPLIT_SAMPLES
+        is_small = self._dataset.count < MIN_SPLIT_SAMPLES
         return tuple(finding for finding in findings if is_small or finding.kind != "few-samples")
 
 

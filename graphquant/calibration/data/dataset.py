@@ -31,6 +31,7 @@ LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "p
 """Keys that no input is expected to take."""
 
 RANDOM_PREFIX = "random:"
+MIN_SPLIT_SAMPLES = 8  # number of samples below which those that determine the ranges also judge the result
 SAMPLE_SPANS = 8  # number of ranges of the data from which samples are taken
 MAX_TOML_BYTES = 1 << 20
 

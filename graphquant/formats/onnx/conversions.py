@@ -34,7 +34,7 @@ from graphquant.formats.onnx.shape_inference import (
     nested_graphs,
     resolve_computed_shapes,
 )
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, type_and_shape
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, runtime_reason, type_and_shape
 from graphquant.ir import TensorRef, fully_known_shape
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
@@ -278,7 +278,7 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         new_runner.start()
     except ModelError as error:
-        raise fail(f"onnxruntime rejects the result: {first_line(error.__cause__ or error)}") from error
+        raise fail(f"onnxruntime rejects the result: {runtime_reason(error)}") from error
     rng = np.random.default_rng(0)
     input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
     feeds = {name: value for name, value in input_values.items() if value is not None}
@@ -293,7 +293,7 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         results = new_runner.run(feeds)
     except ModelError as error:
-        raise fail(f"the result does not run: {first_line(error.__cause__ or error)}") from error
+        raise fail(f"the result does not run: {runtime_reason(error)}") from error
     for name, value in expected.items():
         actual, is_float = results[name], value.dtype.kind == "f"
         close = partial(np.allclose, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True)

@@ -44,7 +44,7 @@ from graphquant.formats.onnx.split_session import (
     has_local_values,
     merge_graphs,
 )
-from graphquant.formats.onnx.tensors import external_path, first_line, tensor_bytes
+from graphquant.formats.onnx.tensors import external_path, first_line, runtime_reason, tensor_bytes
 from graphquant.ir import Model, TensorRef, qualified_op_name
 from graphquant.ir.op_matching import is_barrier
 
@@ -274,7 +274,7 @@ class NumberedModel:
         try:
             yield
         except ModelError as error:
-            reason = first_line(error.__cause__ or error)
+            reason = runtime_reason(error)
             raise SessionError(self.name_ops(reason), self._lookup.numbered_op(reason) or ("", "")) from error
 
     def load_optimized(self, parts: Sequence[SessionPart]) -> Iterator[OptimizedModel]:

@@ -357,6 +357,11 @@ def first_line(error: BaseException) -> str:
     return (start + line[SEARCHED_CHARACTERS:]).strip(". ") or type(error).__name__
 
 
+def runtime_reason(error: ModelError) -> str:
+    """Return onnxruntime's own message, without the advice around it."""
+    return first_line(error.__cause__ or error)
+
+
 RULE_KEY = "graphquant.rule"
 ANCHOR_KEY = "graphquant.anchor"
 

@@ -23,7 +23,7 @@ from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
-from graphquant.formats.onnx.runtime import supports_fused_form
+from graphquant.formats.onnx.runtime import RELEASE, supports_fused_form
 from graphquant.formats.onnx.tensors import tensor_bytes
 from graphquant.ir import Parameters, count_macs
 from graphquant.numerics import QParams
@@ -932,7 +932,7 @@ HAS_FAST_EXPERTS = supports_fused_form(
 )
 
 
-@pytest.mark.skipif(onnxruntime.__version__ < "1.24", reason="this release has no MoE for CPUs")
+@pytest.mark.skipif(RELEASE < (1, 24), reason="this release has no MoE for CPUs")
 @pytest.mark.parametrize(("dtype", "zero"), [("uint4", "asymmetric"), ("int4", "symmetric"), ("int8", "symmetric")])
 @pytest.mark.parametrize("attributes", ["normalize_routing_weights = 1", "normalize_routing_weights = 0"])
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
@@ -963,7 +963,7 @@ def test_experts(tmp_path: Path, dtype: str, zero: str, attributes: str, activat
     assert sqnr(run(onnx.load(tmp_path / "float.onnx"), feeds)[0], actual) > (30 if dtype == "int8" else 15)
 
 
-@pytest.mark.skipif(onnxruntime.__version__ < "1.24", reason="this release has no MoE for CPUs")
+@pytest.mark.skipif(RELEASE < (1, 24), reason="this release has no MoE for CPUs")
 def test_multiply_adds_of_experts(tmp_path: Path) -> None:
     """Each row passes the chosen experts, also if the weights are quantized and packed."""
     rng = np.random.default_rng(0)
