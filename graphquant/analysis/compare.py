@@ -234,6 +234,7 @@ class ComparisonSamples(NamedTuple):
     labels: str = ""  # key of the labels in the dataset, or ""
     max_site_samples: int | None = None  # number of samples on which quantized tensors are measured, or None for all
     metric: Metric | None = None  # the user's metric
+    on_float_outputs: Callable[[Feeds, Mapping[str, Array]], object] = lambda _feed, _outputs: None  # for other uses
 
 
 def compare_runners(
@@ -294,6 +295,7 @@ def compare_runners(
             expected, actual, observed = model_pair.run(
                 feed, quantized_outputs, pool, measure_sites=completed < site_samples
             )
+            samples.on_float_outputs(model_inputs(float_runner, feed), expected)
             with ignore_overflow():
                 for tally in tallies:
                     name = tally.quantized_name

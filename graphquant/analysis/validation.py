@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -317,6 +317,8 @@ def validate_model(
         runner = with_selections(formats.shared_runner(source, "source"))
         is_small = has_few_sites(sum(op.kind in {"dequantize", "qdq"} for _, op in quantized.reachable_ops()))
         samples = _comparison_samples(source, runner, holdout, None if bounds else MAX_UNBOUNDED_SAMPLES, join=is_small)
+        if (recorder := None if bounds else _create_recorder(runner)) is not None:
+            samples = samples._replace(on_float_outputs=recorder.record)
         report = stage_progress(progress, "validating")
         sites = match_sites(source, quantized, prepared) if quantized_runner is None and is_small else None
         # No variable refers to a runner of the quantized model, so that its sessions are freed after the comparison.
@@ -401,22 +403,42 @@ MAX_CACHED_BYTES = 1 << 28  # maximum size of samples and float outputs that sta
 
 
 class RecordedRunner:
-    """A runner that knows the outputs of some feeds, so that it needs no session for them."""
+    """A runner that knows the outputs of some feeds, so that it does not run them."""
 
-    def __init__(self, runner: Runner, feeds: Iterable[Feeds]) -> None:
-        """Run `feeds`, in the session that observes tensors if there is one, and free all sessions."""
-        feeds = [*feeds]
-        self._runner, self._records = runner, [*zip(feeds, formats.run_outputs(runner, feeds), strict=True)]
-        for observing in (True, False):
-            runner.free_session(observing=observing, only_large=False)
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._bytes = runner, 0
+        self._records: dict[Hashable, dict[str, Array]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def record(self, feeds: Feeds, outputs: Mapping[str, Array]) -> None:
+        """Keep the outputs of one feed, as long as all of them need little memory."""
+        if (key := _feed_key(feeds)) is not None:
+            self._bytes += sum(value.nbytes for value in (*feeds.values(), *outputs.values()))
+            if self._bytes <= MAX_CACHED_BYTES:
+                self._records[key] = dict(outputs)
+
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Return the outputs of one feed, which is run if they are not known."""
-        same = (out for feed, out in self._records if all(np.array_equal(feed[name], feeds[name]) for name in feed))
-        return next(same, None) or self._runner.run(feeds)
+        return self._records.get(_feed_key(feeds)) or self._runner.run(feeds)
+
+
+def _feed_key(feeds: Feeds) -> Hashable:
+    """Return the content of a feed as a key, None if it has values without a fixed size."""
+    arrays = [(name, value) for name, value in sorted(feeds.items()) if isinstance(value, np.ndarray)]
+    if len(arrays) < len(feeds) or any(array.dtype.hasobject for _, array in arrays):
+        return None
+    return tuple((name, array.dtype.str, array.shape, array.tobytes()) for name, array in arrays)
+
+
+def _create_recorder(runner: Runner) -> RecordedRunner | None:
+    """Share a runner of the float model that knows recorded outputs; None if they depend on more than one feed."""
+    if isinstance(runner, RecordedRunner) or with_selections(runner) is not runner or runner.start_sequence():
+        return None
+    recorder = RecordedRunner(runner)
+    formats.share_runner(cast("Runner", recorder), "source")
+    return recorder
 
 
 def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:
@@ -425,9 +447,12 @@ def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:
     Raises a DataError if a sample does not fit.
     """
     with suppress(MissingDependencyError, ModelError):  # the validation reports it
-        if with_selections(runner) is runner and not runner.start_sequence():
-            feeds = (model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES))
-            formats.share_runner(cast("Runner", RecordedRunner(runner, feeds)), "source")
+        if (recorder := _create_recorder(runner)) is not None:
+            feeds = [model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES)]
+            for feed, outputs in zip(feeds, formats.run_outputs(runner, feeds), strict=True):
+                recorder.record(feed, outputs)
+            for observing in (True, False):
+                runner.free_session(observing=observing, only_large=False)
 
 
 class FoldValidator:
