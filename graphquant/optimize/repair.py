@@ -575,7 +575,7 @@ class _Repair:
             model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
             built = self._build(DEFAULT_RECIPE, quick=True)
             self._blocks = find_blocks(model, plan, sorted(insertions_by_site(plan, built.insertions)))
-            groups = _group_by_block(model, plan, self._blocks)
+            groups = group_by_block(model, plan, self._blocks)
             members: dict[OpKey, list[int]] = defaultdict(list)
             for number, group in enumerate(groups):
                 members[min(group.ops)].append(number)
@@ -593,7 +593,7 @@ class _Repair:
             keyed = zip(_block_keys(self._blocks), self._blocks, strict=True)
             split = (_split_block(model, plan, block) if key in worst else (block,) for key, block in keyed)
             self._blocks = tuple(chain.from_iterable(split))
-            groups = _group_by_block(model, plan, self._blocks)
+            groups = group_by_block(model, plan, self._blocks)
             culprits = {key for number, group in enumerate(groups) if errors[number] > max_error for key in group.ops}
             others = [number for number, group in enumerate(groups) if not group.ops <= culprits]
             remaining = limit - 2 * len(parts)  # each split took two measurements
@@ -820,7 +820,7 @@ def _split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
     return tuple(split) or (block,)
 
 
-def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:
+def group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:
     """Group the sites that share a scale, with the keys of the blocks that compute or read them in place of ops."""
     keys = _block_keys(blocks)
     key_by_op = {op: key for key, block in zip(keys, blocks, strict=True) for op in block.ops}
@@ -831,8 +831,9 @@ def _group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[S
     )
     groups = []
     for group in make_scale_groups(model, plan, sorted(key_by_site), {}):
-        block_keys = {key_by_site[index] for index in group.sites}
-        block_keys |= {key_by_op[op] for op in group.ops if op in key_by_op}
+        # The end of a block behind a float activation is quantized for its readers alone.
+        block_keys = {key_by_op[op] for op in group.ops if op in key_by_op}
+        block_keys = block_keys or {key_by_site[index] for index in group.sites}
         groups.append(ScaleGroup(sites=group.sites, ops=frozenset(block_keys), candidates=candidates))
     return groups
 

@@ -13,9 +13,12 @@ import pytest
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
 from graphquant.optimize.blocks import MAX_BLOCK_OPS, Block, find_blocks
+from graphquant.optimize.repair import group_by_block
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from graphquant.quantize import Plan
 
 
 class Net:
@@ -41,14 +44,18 @@ class Net:
             y = self.op("Relu", self.op("Conv", y))
         return self.op("Add", y, x)
 
-    def find_blocks(self, output: str, path: Path) -> tuple[Block, ...]:
-        """Return the blocks of the net by the default rules."""
+    def plan(self, output: str, path: Path) -> tuple[gq.Model, Plan]:
+        """Return the prepared net and its plan by the default rules."""
         value_info = onnx.helper.make_tensor_value_info
         infos = [value_info(name, onnx.TensorProto.FLOAT, [1, 4, 8, 8]) for name in ("x", output)]
         graph = onnx.helper.make_graph(self.nodes, "net", infos[:1], infos[1:], self.weights)
         opsets = [onnx.helper.make_opsetid("", 17)]
         onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-        prepared, plan = prepare_and_plan(gq.load(path))
+        return prepare_and_plan(gq.load(path))
+
+    def find_blocks(self, output: str, path: Path) -> tuple[Block, ...]:
+        """Return the blocks of the net by the default rules."""
+        prepared, plan = self.plan(output, path)
         blocks = find_blocks(prepared, plan, range(len(plan.sites)))
         assert sorted(index for block in blocks for index in block.sites) == list(range(len(plan.sites)))
         for block in blocks:
@@ -74,6 +81,22 @@ def test_a_stem_with_its_activation_and_residual_blocks(tmp_path: Path) -> None:
     blocks = net.find_blocks(output, tmp_path / "net.onnx")
     assert count_ops(blocks) == [1, 2, 3, 1, 1]
     assert [block.name for block in blocks] == ["conv0", "conv3 to conv5", "conv8 to conv12", "conv15", "conv17"]
+
+
+def test_a_tensor_behind_a_float_activation_belongs_to_its_readers(tmp_path: Path) -> None:
+    """The block that computes it need not be float; that of the convolution in front of a Relu must."""
+    net = Net()
+    gate = net.op("Conv", "x")
+    gate = net.op("Mul", gate, net.op("Sigmoid", gate))
+    relu = net.op("Relu", net.op("Conv", gate))
+    prepared, plan = net.plan(net.op("Conv", relu), tmp_path / "net.onnx")
+    blocks = find_blocks(prepared, plan, range(len(plan.sites)))
+    keys = {
+        plan.sites[index].tensor.op: len(group.ops)
+        for group in group_by_block(prepared, plan, blocks)
+        for index in group.sites
+    }
+    assert (keys[gate], keys[relu]) == (1, 2)
 
 
 def test_a_skip_over_the_whole_net(tmp_path: Path) -> None:
