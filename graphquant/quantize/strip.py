@@ -178,15 +178,20 @@ class _QuantizationRemover:
         if not isinstance(params, QParams) or not self._parameters.is_parameter(integers):
             return None
         home, name = self._find_anchor_home(op_ref, op.anchor) if op.anchor else (op_ref.graph, f"{integers.op}/float")
-        key = (home, name, params.scale.tobytes() + params.zero_point.tobytes())
-        if key in self._floats:
-            return self._floats[key][0]
         graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
+        read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
+        # Readers that share a weight may store it with different scales, as layers that share a bias do.
+        key = (home, name, b"" if op.anchor else params.scale.tobytes() + params.zero_point.tobytes())
+        if key in self._floats:
+            shared, other_params = self._floats[key]
+            if params.scale.max(initial=0) < other_params.scale.max(initial=0):
+                graph.replace_op(replace(graph.op(shared.op), read_value=read_value))
+                self._floats[key] = shared, params
+            return shared
         if name in graph and graph.op(name).kind == "input":
             self._replaced_arguments[TensorRef(home, name)] = None
         elif op.anchor and name in self._model.graphs[home]:  # other ops read the float weight
             return TensorRef(home, name)
-        read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
         shape = self._model.output(integers).shape
         constant = new_op(graph, name, dtype, shape, kind="constant", type="Constant", roles=(), read_value=read_value)
         if op.anchor and name not in graph and any(name in body.inputs for body in self._changed.graphs.values()):

@@ -374,3 +374,15 @@ def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
     onnx.save(message, tmp_path / "damaged.onnx")
     proof = prove_stripped(gq.strip(tmp_path / "damaged.onnx"), path)
     assert [(change.kind, change.location) for change in proof.other_differences.changes] == [("weight", "b")]
+
+
+def test_strip_joins_shared_weights(tmp_path):
+    """Layers of a head that share weight and bias store the bias with two scales, and share one bias again."""
+    body = "d = Mul (x, s)\n c = Conv (x, w, b)\n e = Conv (d, w, b)\n y = Concat <axis = 1> (c, e)"
+    path = image_model(tmp_path, body, {"w": (4, 3, 1, 1), "b": (4,), "s": ()}, {"s": np.float32(9)})
+    result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), algorithms=["not bias-correction"])
+    scales = {pair.params.scale.tobytes() for pair in result.inserted if pair.site.tensor.op == "b"}
+    assert len(scales) == len(("c", "e"))
+    proof = prove_stripped(gq.strip(result.save(tmp_path / "out.onnx")), path)
+    assert proof.holds
+    assert proof.rounded_weights == len(("w", "b"))
