@@ -10,6 +10,8 @@ Times are the processor time of one run with `--threads` threads: the least of s
 it is the elapsed time. The program takes about ten minutes and wants a quiet machine. It prints how well the table
 predicts a fifth of the nets that took no part in the fit.
 
+`--kernels 'conv.*line' --families line_convs pointwise_lines` fits the costs of these kernels only.
+
 A rule file uses a table with the key `costs = "FILE.toml"`.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -39,7 +42,7 @@ from graphquant.backends.integer_placement import (
     Placement,
     without_float_ops,
 )
-from graphquant.backends.onnxruntime_costs import CostTable
+from graphquant.backends.onnxruntime_costs import SHIPPED_COSTS, CostTable, read_cost_table
 from graphquant.errors import GraphQuantError
 from graphquant.optimize.latency import choose_clock
 
@@ -48,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support.cost_tables import write_cost_table  # its folder was added above
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import onnx
 
@@ -158,6 +161,18 @@ def line_convs(net: Net, rng: Generator) -> str:
         before = width
         bias = net.constant(rng.normal(0, 0.1, width))
         x = net.op("Relu", net.op("Conv", x, weight, bias, pads=[kernel // 2] * 2, group=groups))
+    return x
+
+
+def pointwise_lines(net: Net, rng: Generator) -> str:
+    """Convolutions of one position over short and long sequences, as in speech separation."""
+    width, length = int(rng.choice(WIDTHS)), int(rng.choice([8, 50, 200, 500, 1000, 4000]))
+    width = min(width, MAX_MAP_VALUES // length // 8 * 8)
+    net.shape, x = [1, width, length], "x"
+    for _ in range(3):
+        following = max(int(width * rng.choice([0.5, 1, 2])), 4)
+        weight, bias = net.drawn(following, width, 1, fan=width), net.constant(rng.normal(0, 0.1, following))
+        x, width = net.op("Relu", net.op("Conv", x, weight, bias)), following
     return x
 
 
@@ -370,7 +385,7 @@ def upsampling(net: Net, rng: Generator) -> str:
 
 FAMILIES: tuple[Callable[[Net, Generator], str], ...] = (
     *(dense_convs, pointwise_convs, inverted_residuals, depthwise_separable, residual_blocks, image_stem),
-    *(grouped_convs, line_convs, volume_convs, float_ops),
+    *(grouped_convs, line_convs, pointwise_lines, volume_convs, float_ops),
     *(
         layers,
         layers,
@@ -389,11 +404,14 @@ FAMILIES: tuple[Callable[[Net, Generator], str], ...] = (
 )
 
 
-def drawn_nets(count: int, seed: int) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndarray]]]:
-    """Yield the name of a family, a net of it, and samples."""
+def drawn_nets(
+    count: int, seed: int, names: Sequence[str] = ()
+) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndarray]]]:
+    """Yield the name of a family, a net of it, and samples; only families of these names, if there are any."""
+    families = [family for family in FAMILIES if not names or family.__name__ in names]
     for number in range(count):
         rng = np.random.default_rng((seed, number))
-        family = FAMILIES[number % len(FAMILIES)]
+        family = families[number % len(families)]
         net = Net(number, x=("float32", [1]))
         result = family(net, rng)
         shape = net.shape  # type: ignore[attr-defined]  # the family has set it
@@ -489,15 +507,20 @@ def needed_conversions(placement: Placement, tensor: Activation, int8_groups: se
 
 
 def fit_costs(
-    rows: list[tuple[dict[tuple[str, str], float], float]],
+    rows: list[tuple[dict[tuple[str, str], float], float]], known: dict[tuple[str, str], float], pattern: str
 ) -> dict[tuple[str, str], float]:
-    """Return the nonnegative costs with the least squared relative errors, by coordinate descent."""
-    keys = sorted({key for work, _ in rows for key in work})
+    """Return the nonnegative costs with the least squared relative errors, by coordinate descent.
+
+    Only kernels that the regular expression `pattern` matches are fitted; others keep their `known` costs.
+    """
+    known = {key: cost for key, cost in known.items() if not re.search(pattern, key[0])}
+    keys = sorted({key for work, _ in rows for key in work if re.search(pattern, key[0])})
+    targets = [1 - predicted_time(known, work) / taken for work, taken in rows]
     matrix = np.array([[work.get(key, 0.0) / taken for key in keys] for work, taken in rows])
     # Each op and value costs something, even if few nets tell how much.
     expected = [(key, *USUAL_COSTS[key[1]]) for key in keys if key[1] in USUAL_COSTS]
     usual = np.array([[weight / cost * (key == other) for other in keys] for key, cost, weight in expected])
-    target_rows = np.concatenate([np.ones(len(rows)), [weight for _, _, weight in expected]])
+    target_rows = np.concatenate([targets, [weight for _, _, weight in expected]])
     matrix = np.concatenate([matrix, usual])
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
@@ -511,7 +534,8 @@ def fit_costs(
             solution[index] = max(gradient / gram[index, index], 0.0)
         if np.abs(solution - before).max() < 1e-9:  # noqa: PLR2004  # far below the errors of measurement
             break
-    return {key: float(value / size) for key, value, size in zip(keys, solution, scale, strict=True) if value > 0}
+    fitted = {key: float(value / size) for key, value, size in zip(keys, solution, scale, strict=True) if value > 0}
+    return known | fitted
 
 
 def as_table(costs: dict[tuple[str, str], float], threads: int) -> CostTable:
@@ -549,6 +573,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nets", type=int, default=324)
+    parser.add_argument("--families", nargs="+", default=(), help="draw only nets of these families")
+    parser.add_argument("--kernels", default="", help="regular expression of kernels; others keep the shipped costs")
     return parser.parse_args()
 
 
@@ -556,9 +582,11 @@ def main() -> int:
     """Measure, fit, print the errors, and write the table."""
     settings = options()
     rng = np.random.default_rng(settings.seed)
+    shipped = read_cost_table(SHIPPED_COSTS).costs if settings.kernels else {}
+    known = {(kernel, name): cost for kernel, costs in shipped.items() for name, cost in costs.items()}
     measured: list[tuple[str, int, list[tuple[dict[tuple[str, str], float], float]]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, (family, message, data) in enumerate(drawn_nets(settings.nets, settings.seed)):
+        for number, (family, message, data) in enumerate(drawn_nets(settings.nets, settings.seed, settings.families)):
             try:
                 rows = list(measure_net(message, data, Path(folder), rng, settings.threads))
             except GraphQuantError as error:
@@ -566,19 +594,19 @@ def main() -> int:
                 continue
             measured.append((family, number, rows))
             print(f"{number} {family}: {', '.join(f'{taken / 1000:.1f}' for _, taken in rows)} us", flush=True)
-    seen = [row for _, number, rows in measured if number // len(FAMILIES) % TESTED for row in rows]
-    costs = fit_costs(seen)
+    count = len(settings.families or FAMILIES)
+    seen = [row for _, number, rows in measured if number // count % TESTED for row in rows]
+    costs = fit_costs(seen, known, settings.kernels)
     print("family: predicted and measured time of int8 relative to float, for nets without a part in the fit")
     for family, number, rows in measured:
-        if not number // len(FAMILIES) % TESTED and len(rows) > 1:
+        if not number // count % TESTED and len(rows) > 1:
             estimates = [predicted_time(costs, work) for work, _ in rows]
             ratios = [
                 f"{e / estimates[0]:.2f} ({t / rows[0][1]:.2f})" for e, (_, t) in zip(estimates, rows, strict=True)
             ]
             print(f"  {family}: float {estimates[0] / 1000:.1f} ({rows[0][1] / 1000:.1f}) us; {', '.join(ratios[1:])}")
-    write_cost_table(
-        as_table(fit_costs([row for _, _, rows in measured for row in rows]), settings.threads), settings.out
-    )
+    costs = fit_costs([row for _, _, rows in measured for row in rows], known, settings.kernels)
+    write_cost_table(as_table(costs, settings.threads), settings.out)
     print(f"{settings.out} was written.")
     return 0
 

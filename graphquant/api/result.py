@@ -29,6 +29,7 @@ from graphquant.quantize import (
     format_step_counts,
     plan_to_json,
 )
+from graphquant.quantize.strip import BIASES_KEY, original_biases
 from graphquant.utils import HtmlRepresentation, ShortDict
 from graphquant.utils.options import checks_types
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.data.check import DataFinding
     from graphquant.calibration.holdout import HoldOut
     from graphquant.calibration.stats import Stats
-    from graphquant.optimize.algorithm import AlgorithmResult, PreCalibrationState
+    from graphquant.optimize.algorithm import AlgorithmResult, PreCalibrationState, WeightEdits
     from graphquant.optimize.algorithms import BuiltModel
     from graphquant.optimize.latency import TimeRatio
     from graphquant.optimize.search import SearchTrace
@@ -219,10 +220,12 @@ def make_result(
     )
     if not result.inserted:
         return replace(result, model=source)
+    # Without folded weights, a record of the source includes the biases.
+    is_folded = any(pair.folded for pair in built.insertions)
     model = replace(
         built.model,
-        provenance=_provenance_of(result, state.rescaled_tensors),
-        original_model=None if any(pair.folded for pair in built.insertions) else source,
+        provenance=_provenance_of(result, built.edits if is_folded else None, state.rescaled_tensors),
+        original_model=None if is_folded else source,
     )
     return replace(result, model=model)
 
@@ -236,9 +239,10 @@ def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:
     return notes
 
 
-def _provenance_of(result: Result, rescaled_tensors: frozenset[TensorRef]) -> dict[str, str]:
+def _provenance_of(result: Result, edits: WeightEdits | None, rescaled_tensors: frozenset[TensorRef]) -> dict[str, str]:
     """Return the origin that the written model records: no time, no paths and nothing about this machine."""
     plan, stats = result.plan, result.stats
+    biases = [] if edits is None else original_biases(edits.prepared_model, edits.original_biases)
     # Names of rule files may be paths.
     plan_json = plan_to_json(replace(plan, rules=(), steps=()))
     plan_json["steps"] = [[step.step, step.target, step.detail] for step in plan.steps]
@@ -253,6 +257,7 @@ def _provenance_of(result: Result, rescaled_tensors: frozenset[TensorRef]) -> di
         "steps": format_step_counts(step.step for step in plan.steps),
         "scaled": json.dumps(sorted(map(str, rescaled_tensors))) if rescaled_tensors else "",
         "algorithms": format_step_counts(change.algorithm for change in result.algorithm_results if change.applied),
+        BIASES_KEY: json.dumps(biases) if biases else "",
         "random": "yes" if stats is not None and stats.random else "",
     }
     return {key: value for key, value in record.items() if value}

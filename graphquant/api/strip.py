@@ -21,7 +21,7 @@ from graphquant.utils import HtmlRepresentation
 
 LASTING_CHANGES = {
     "steps": "The model keeps its preparation for quantization",
-    "algorithms": "Weights and biases keep the changes of optimization algorithms",
+    "algorithms": "Biases are as before optimization algorithms, and weights keep their changes",
 }
 """Notes about recorded changes that remain in the model without its quantization."""
 

@@ -67,6 +67,8 @@ class WeightEdits:
     solution: Solution  # scales and zero points of the plan
     # Changed float32 weights by the use that reads them.
     edited_weights: Mapping[Use, Array] = field(default_factory=dict)
+    # Float values of corrected biases before, by the use that reads them; of missing ones zeros.
+    original_biases: Mapping[Use, Array] = field(default_factory=dict)
     # Cache of quantized weights, because the model is quantized many times. None disables it.
     integer_cache: IntegerCache | None = None
     results: tuple[AlgorithmResult, ...] = ()  # results so far

@@ -59,7 +59,7 @@ class BiasStore:
         self._framed = {name for name, graph in graphs if any(op.kind in FRAME_KINDS for op in graph.ops())}
         self._original_model = edits.model
         self._parameters = Parameters(edits.model)
-        self._values: dict[Use, Array] = {}
+        self.originals: dict[Use, Array] = {}  # values of moved biases before, by use
         self._moved: dict[Use, Array] = {}
         self._constants: dict[Use, TensorRef] = {}
         self._site_indices = {use: index for index, site in enumerate(self._sites) for use in site.uses}
@@ -83,7 +83,7 @@ class BiasStore:
         """
         if (use := weighted.bias) is None:
             return weighted.no_bias_reason
-        original = self._values[use] if use in self._values else self._read_bias(weighted, use, len(shift))
+        original = self.originals[use] if use in self.originals else self._read_bias(weighted, use, len(shift))
         if isinstance(original, str):
             return original
         adds_bias_itself = use.op == weighted.op.name
@@ -91,7 +91,7 @@ class BiasStore:
         value = (original + moved).astype(np.float32)
         if not np.isfinite(value).all() or not self._fits_integers(use, value):
             return "the corrected bias would not fit into 32-bit integers"
-        self._values[use], self._moved[use] = original, moved
+        self.originals[use], self._moved[use] = original, moved
         self._write_bias(weighted, use, value)
         return ""
 
@@ -141,7 +141,7 @@ class BiasStore:
         """
         target = self._constants.get(use) or find_unshared_constant(self._original_model, use, value.shape)
         is_variable = self.is_variable(weighted)
-        stored = (value - self._values[use]).astype(np.float32) if is_variable else value
+        stored = (value - self.originals[use]).astype(np.float32) if is_variable else value
         if target is not None:
             self._constants[use] = target
             graph = self.model.graphs[target.graph]
@@ -257,7 +257,8 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
         else AlgorithmResult(algorithm=BIAS_CORRECTION, target=weighted.name, detail=store.describe_change(weighted))
         for weighted in weighted_ops
     ]
-    return replace(edits, model=store.model, solution=store.solution, results=(*edits.results, *results))
+    edits = replace(edits, original_biases=store.originals, results=(*edits.results, *results))
+    return replace(edits, model=store.model, solution=store.solution)
 
 
 SampleMeans = dict[TensorRef, "Array"]  # means of channels, (samples, C), by tensor

@@ -5,19 +5,47 @@ If the model has a record of its source, `quantize.source_record` restores that 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
+
+import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import Model, Op, Parameters, TensorRef, check_invariants, paused_gc
+from graphquant.ir import Model, Op, Parameters, TensorRef, Use, check_invariants, paused_gc
 from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
-from graphquant.qdq.family import new_op
+from graphquant.qdq.family import add_constant, new_op
 from graphquant.quantize.integer_io import integer_tensors, restore_float_cache, with_float_io
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.prepare import PREPARATION_STEPS
+from graphquant.utils.option_types import type_adapter
+
+BIASES_KEY = "biases"  # key of the original biases in the provenance
+
+
+class OriginalBias(NamedTuple):
+    """Bias of an op before an algorithm changed it."""
+
+    use: Use
+    bias: TensorRef | None  # the constant, None if there was none
+    shape: tuple[int, ...]
+    values: str  # base64 of its float32 values
+
+
+def original_biases(prepared: Model, values: Mapping[Use, Array]) -> list[OriginalBias]:
+    """Return the biases of the prepared model for the metadata. Only the first use of a bias has its values."""
+    biases = {use: prepared.graphs[use.graph].source_of(use) for use in values}
+    first_uses = {bias: use for use, bias in reversed(biases.items())}
+    return [
+        OriginalBias(use, bias, values[use].shape, base64.b64encode(values[use].astype("<f4").tobytes()).decode())
+        if bias is not None and first_uses[bias] == use
+        else OriginalBias(use, bias, (0,), "")
+        for use, bias in biases.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +74,7 @@ class _QuantizationRemover:
 
     def __init__(self, model: Model, provenance: Mapping[str, str]) -> None:
         self._model = model
+        self._provenance = provenance
         self._changed = with_float_io(model, provenance)
         restore_float_cache(self._changed, integer_tensors(provenance))
         self._parameters = Parameters(model)
@@ -88,6 +117,7 @@ class _QuantizationRemover:
                 removed.append(scale)
         original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
         remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
+        self._restore_biases()
         self._remove_leftovers()
         check_invariants(changed, "strip")
         return StrippedModel(
@@ -148,15 +178,20 @@ class _QuantizationRemover:
         if not isinstance(params, QParams) or not self._parameters.is_parameter(integers):
             return None
         home, name = self._find_anchor_home(op_ref, op.anchor) if op.anchor else (op_ref.graph, f"{integers.op}/float")
-        key = (home, name, params.scale.tobytes() + params.zero_point.tobytes())
-        if key in self._floats:
-            return self._floats[key][0]
         graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
+        read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
+        # Readers that share a weight may store it with different scales, as layers that share a bias do.
+        key = (home, name, b"" if op.anchor else params.scale.tobytes() + params.zero_point.tobytes())
+        if key in self._floats:
+            shared, other_params = self._floats[key]
+            if params.scale.max(initial=0) < other_params.scale.max(initial=0):
+                graph.replace_op(replace(graph.op(shared.op), read_value=read_value))
+                self._floats[key] = shared, params
+            return shared
         if name in graph and graph.op(name).kind == "input":
             self._replaced_arguments[TensorRef(home, name)] = None
         elif op.anchor and name in self._model.graphs[home]:  # other ops read the float weight
             return TensorRef(home, name)
-        read_value = partial(_dequantized_weight, self._parameters, integers, params, dtype)
         shape = self._model.output(integers).shape
         constant = new_op(graph, name, dtype, shape, kind="constant", type="Constant", roles=(), read_value=read_value)
         if op.anchor and name not in graph and any(name in body.inputs for body in self._changed.graphs.values()):
@@ -171,6 +206,30 @@ class _QuantizationRemover:
         while graph.name and not name.startswith(f"{graph.name}/") and graph.parent is not None:
             graph = self._model.graphs[graph.parent[0]]
         return graph.name, name.removeprefix(f"{graph.name}/") if graph.name else name
+
+    def _restore_biases(self) -> None:
+        """Let ops read their original biases. Entries that are damaged, or do not fit a changed model, are ignored."""
+        changed = self._changed
+        try:
+            entries = type_adapter(tuple[OriginalBias, ...]).validate_json(self._provenance.get(BIASES_KEY, "[]"))
+            values = [np.frombuffer(base64.b64decode(bias.values), "<f4").reshape(bias.shape) for bias in entries]
+        except ValueError:  # also of pydantic
+            return
+        for (use, bias, shape, _), value in zip(entries, values, strict=True):
+            graph, home = (changed.graphs.get(ref.graph) for ref in (use, bias or use))
+            if graph is None or home is None or use.op not in graph or not 0 <= use.slot < len(graph.slots(use.op)):
+                continue
+            if bias is not None and bias.op in home and home.op(bias.op).outputs[0].shape == shape:
+                home.replace_op(replace(home.op(bias.op), read_value=value.view))
+            elif bias is not None and bias.op not in home and value.size:
+                add_constant(home, bias.op, value, op_type="Initializer", rule="")
+            elif bias is not None and bias.op not in home:
+                continue
+            corrected = graph.slots(use.op)[use.slot]
+            graph.set_source(use, bias)
+            remove_unread_ops(changed, [corrected] if corrected is not None else [])
+            exact = {bias, corrected}
+            self._floats = {key: entry for key, entry in self._floats.items() if entry[0] not in exact}
 
     def _remove_leftovers(self) -> None:
         """Remove auxiliary ops: variables of learned ranges and their initializers."""

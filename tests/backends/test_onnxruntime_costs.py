@@ -222,6 +222,16 @@ def test_shipped_table():
     assert {"quantize", "quantize.map", "dequantize", "dequantize.map"} <= table.costs.keys()
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "length"), [(48, 96, 1000), (96, 48, 1000), (256, 256, 128)])
+def test_pointwise_convolutions_over_lines(tmp_path, inputs, outputs, length):
+    """Integers take at most two thirds of float's time; they take 0.34 to 0.48 of it."""
+    text = f"(float[1,{inputs},{length}] x) => (float y) {{ y = Conv (x, w) }}"
+    work, table = work_of(tmp_path, text, "Conv", w=(outputs, inputs, 1)), read_cost_table(SHIPPED_COSTS)
+    times = [table.nanoseconds(f"{work.kernel} {form}", getattr(work, f"{form}_work")) for form in ("int8", "float")]
+    assert work.kernel == "conv.pointwise.line"
+    assert times[0] < times[1] * 2 / 3
+
+
 @pytest.mark.parametrize("content", [None, "costs = 3", "costs = {", b"\xff"])
 def test_bad_tables(tmp_path, content):
     """A missing or invalid table is a mistake of the user."""

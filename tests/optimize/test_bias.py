@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
+from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import MIN_TARGETED_GAIN_STANDARD_ERRORS, rejection_reason
@@ -340,3 +341,48 @@ def test_rounded_weights_of_bodies(samples, monkeypatch):
     result = gq.insert(samples / "digits_nested.onnx", rules=[RULES], data=data, algorithms=["gptq"])
     applied = {entry.algorithm for entry in result.algorithm_results if entry.applied}
     assert applied == {"gptq", "bias-correction"}
+
+
+@pytest.mark.parametrize("net", [*NETS, "shared"])
+def test_strip_restores_the_biases(tmp_path, net, monkeypatch):
+    """Biases that were changed, copied for one of their readers or added are as before."""
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    shared = (
+        "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)",
+        {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)},
+    )
+    path = image_model(tmp_path, *(shared if net == "shared" else NETS[net]))
+    result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
+    assert any(entry.applied for entry in result.algorithm_results)
+    stripped = gq.strip(result.save(tmp_path / "out.onnx"))
+    proof = prove_stripped(stripped, path)
+    assert proof.holds
+    assert proof.rounded_weights == len(stripped.weights) > 0
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[1:], lambda text: text.replace("[4]", "[5]"), lambda text: text.replace('"c"', '"d"')]
+)
+def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
+    """Biases keep their corrections if the metadata is damaged, and if the op is not in the model any more."""
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    path = image_model(tmp_path, *NETS["conv"])
+    result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
+    message = onnx.load(result.save(tmp_path / "out.onnx"))
+    (entry,) = [entry for entry in message.metadata_props if entry.key == "graphquant.biases"]
+    entry.value = damage(entry.value)
+    onnx.save(message, tmp_path / "damaged.onnx")
+    proof = prove_stripped(gq.strip(tmp_path / "damaged.onnx"), path)
+    assert [(change.kind, change.location) for change in proof.other_differences.changes] == [("weight", "b")]
+
+
+def test_strip_joins_shared_weights(tmp_path):
+    """Layers of a head that share weight and bias store the bias with two scales, and share one bias again."""
+    body = "d = Mul (x, s)\n c = Conv (x, w, b)\n e = Conv (d, w, b)\n y = Concat <axis = 1> (c, e)"
+    path = image_model(tmp_path, body, {"w": (4, 3, 1, 1), "b": (4,), "s": ()}, {"s": np.float32(9)})
+    result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), algorithms=["not bias-correction"])
+    scales = {pair.params.scale.tobytes() for pair in result.inserted if pair.site.tensor.op == "b"}
+    assert len(scales) == len(("c", "e"))
+    proof = prove_stripped(gq.strip(result.save(tmp_path / "out.onnx")), path)
+    assert proof.holds
+    assert proof.rounded_weights == len(("w", "b"))

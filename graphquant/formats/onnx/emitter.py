@@ -182,7 +182,10 @@ class _MessageEmitter:
         while node.input and not node.input[-1] and len(node.input) - 1 in slots:
             del node.input[-1]
         for port in range(len(node.output) if self._renamed_tensors else 0):
-            node.output[port] = self._renamed_tensors.get(TensorRef(graph.name, name, port), node.output[port])
+            new_name = self._renamed_tensors.get(TensorRef(graph.name, name, port), node.output[port])
+            if new_name != node.output[port] and not node.name:
+                node.name = name  # which a reader would derive from the output
+            node.output[port] = new_name
 
     def _relist_nodes(self, graph: Graph, source: OnnxGraphSource, target: Any, imports: Any) -> None:
         """Rebuild the list of nodes: source nodes in their order, each new node before its first reader."""
