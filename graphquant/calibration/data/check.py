@@ -434,7 +434,7 @@ def _find_mistakes(
 def _image_layout(model_input: InputSpec, shape: Sequence[int]) -> str | None:
     """Return the layout of the images of three channels that an input takes, or None if it is not known."""
     input_shape = model_input.shape
-    if input_shape is None or not len(input_shape) == len(shape) == IMAGE_AXES or min(shape[1:]) <= 1:
+    if input_shape is None or not len(input_shape) == len(shape) == IMAGE_AXES or not shape[0] or min(shape[1:]) <= 1:
         return None
     channels_first, channels_last = shape[1] == COLOUR_CHANNELS, shape[3] == COLOUR_CHANNELS
     if channels_first == channels_last or (COLOUR_CHANNELS not in {input_shape[1], input_shape[3]}):
@@ -674,14 +674,14 @@ class _ModelResponse:
                     f"Output {name!r} of the float model has NaN or infinite values for {bad_count} of"
                     f" {len(values)} samples. Scale the samples as in training."
                 )
-            outputs_equal = outputs_equal and all(
-                np.array_equal(values[0], value, equal_nan=True) for value in values[1:]
-            )
-            if all(map(_is_saturated, values)):
+            elif all(map(_is_saturated, values)):
                 findings["saturated"] = (
                     f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
                     " Scale the samples as in training."
                 )
+            outputs_equal = outputs_equal and all(
+                np.array_equal(values[0], value, equal_nan=True) for value in values[1:]
+            )
         if outputs_equal and any(value.size for value in self._outputs[0].values()):
             findings["same-outputs"] = (
                 "The float model has the same outputs for all samples, although they differ. Check the scale and the"

@@ -188,6 +188,7 @@ def test_swapped_layouts(model_folder, check_arrays) -> None:
     assert kinds(check_arrays(noise, None, None, None, None)) == ["noise", "layout-open"]
     assert kinds(check_arrays(noise[:, :1], None, 1, 20, 30)) == ["noise"]
     assert kinds(check_arrays(photos[..., 1:2], None, height, width, 1)) == []
+    assert kinds(check_arrays(np.zeros((40, 0, 3, 20, 30), np.float32), None, 3, 20, 30)) == []
 
 
 def test_varying_sizes(tmp_path) -> None:
@@ -529,6 +530,9 @@ def test_other_mistakes(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model_findings(model, image=broken)[0] == "not-finite"
+        identity = load_onnx(tmp_path, "g (float[n, 8] x) => (float[n, 8] y) { y = Identity(x) }", {}).path
+        x = np.tile(np.array([np.nan, np.inf, -np.inf, 1, 2, 3, 4, 5], np.float32), (40, 1))
+        assert "not-finite-output" in model_findings(identity, x=x * np.linspace(1, 2, 40, dtype=np.float32)[:, None])
     assert "not-finite-output" in model_findings(model, image=images * np.float32(3e38) - np.float32(1e38))
     source = gq.load(model)
     runner = format_module("onnx").create_runner(source)
