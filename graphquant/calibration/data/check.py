@@ -623,11 +623,9 @@ class _ModelResponse:
 
     def scale_message(self, name: str, layer: InputLayer | None) -> str:
         """Return the reason why the scale of input `name` is implausible for its first layer or gates, or ""."""
+        hint = "Scale the values as in training, such as pixels from 0 to 255 if the model scales them itself."
         if (gate := self.gates.get(name, 0.0)) > MAX_GATE:
-            return (
-                f". Half of the sigmoids or tanhs behind them receive {gate:.2g} or more, where they are constant."
-                " Scale the values as in training."
-            )
+            return f". Half of the sigmoids or tanhs behind them receive {gate:.2g} or more and are constant. {hint}"
         if layer is None or (ratio := self.ratios.get(name)) is None:
             return ""
         stored, least, largest = "biases", MIN_BIAS_RATIO, UNIMPORTANT_BIAS_RATIO
@@ -635,7 +633,6 @@ class _ModelResponse:
             stored, least, largest = "deviations in training", 1 / MAX_BATCHNORM_RATIO, MAX_BATCHNORM_RATIO
         if least <= ratio <= largest:
             return ""
-        hint = "Scale the values as in training, such as pixels from 0 to 255 if the model scales them itself."
         return f". The response of {layer.op} is {ratio:.2g} times its {stored}. {hint}"
 
     def needs_large_values(self, name: str) -> bool:
@@ -665,8 +662,9 @@ class _ModelResponse:
         )
         for name in self._outputs[0] if self._outputs else ():
             values = [result[name] for result in self._outputs]
-            if dtype_kind(values[0].dtype) != "float" or not values[0].size:
-                outputs_equal = outputs_equal and all(np.array_equal(values[0], value) for value in values[1:])
+            is_float = dtype_kind(values[0].dtype) == "float"
+            outputs_equal = outputs_equal and all(np.array_equal(values[0], v, equal_nan=is_float) for v in values[1:])
+            if not is_float or not values[0].size:
                 continue
             bad_count = sum(bool(non_finite_mask(value).any()) for value in values)
             if bad_count:
@@ -679,9 +677,6 @@ class _ModelResponse:
                     f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
                     " Scale the samples as in training."
                 )
-            outputs_equal = outputs_equal and all(
-                np.array_equal(values[0], value, equal_nan=True) for value in values[1:]
-            )
         if outputs_equal and any(value.size for value in self._outputs[0].values()):
             findings["same-outputs"] = (
                 "The float model has the same outputs for all samples, although they differ. Check the scale and the"
