@@ -214,6 +214,9 @@ class _RuntimeJudge:
 
     def _find_reason(self, op: Op, host_graph: Graph, host: Op) -> BrokenRule:
         """Return the rule that keeps `op` in float, from the surroundings of its host."""
+        if host.type == "LSTM":
+            message = "ONNX Runtime computes an LSTM on integers only with the ranges of each step"
+            return BrokenRule("dynamic-ranges", message, "use --rules dynamic, often faster for large ones")
         host_type = FUSED_TYPES.get(host.type, host.type)
         if op.domain or op.type not in CONDITIONS or host_type not in CONDITIONS:
             message = f"ONNX Runtime has no integer kernel for {op.type}"

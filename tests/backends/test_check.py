@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.onnx_models import load_onnx
 from support.published_schemas import validate_sarif
 
 import graphquant as gq
@@ -189,6 +190,19 @@ def test_documentation():
     assert rules == {
         name for row in re.findall(r"^\| (`.+?) \|", listed, re.MULTILINE) for name in re.findall("`([^`]+)`", row)
     }
+
+
+def test_float_lstms_name_dynamic_ranges(tmp_path):
+    """The reason of a float LSTM is its missing ranges of each step."""
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.normal(size=(1, 16, 8)), "r": rng.normal(size=(1, 16, 4)), "k": rng.normal(size=(4, 4))}
+    body = "h = LSTM<hidden_size = 4>(x, w, r) s = Squeeze(h) y = MatMul(s, k)"
+    text = f"g (float[5, 1, 8] x) => (float[5, 4] y) {{ {body} }}"
+    model = load_onnx(tmp_path, text, {name: value.astype(np.float32) for name, value in weights.items()})
+    x = rng.normal(size=(20, 5, 1, 8)).astype(np.float32)
+    result = gq.insert(model, data={"x": x}, min_sqnr=None, rules="generic")
+    verdicts = gq.check(result.model, backend="onnxruntime").verdicts
+    assert [entry.broken_rule.rule for entry in verdicts if entry.type == "LSTM"] == ["dynamic-ranges"]
 
 
 def test_usage_errors(cli, samples, tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from statistics import median  # not `np.median`: it imports masked arrays, as long as the check of a small model
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -27,7 +28,6 @@ from graphquant.calibration.data.model_inputs import (
     channel_moments,
     find_input_uses,
     is_negated,
-    scale_ratio,
 )
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils import HtmlRepresentation
@@ -47,33 +47,28 @@ MIN_UNSCALED_PIXEL = 128  # a maximum from here to 255, without negative values,
 MAX_PIXEL = 255
 MAX_VALUE = float(np.sqrt(np.finfo(np.float32).max))  # a BatchNorm or LayerNorm squares values
 
-CHECKED_SAMPLES = 32  # number of samples that `SampleCheck` reads
+CHECKED_SAMPLES = 32  # number of samples that `SampleCheck` reads, and whose values are compared with each other
 RUN_SAMPLES = 8  # number of samples on which `SampleCheck` runs the model
 
-MAX_BATCHNORM_RATIO = 10
-"""Largest plausible ratio of a standard deviation and the one that a batch normalization has stored in training."""
-
+MAX_BATCHNORM_RATIO = 10  # largest plausible ratio of a deviation and that which a batch normalization has stored
 MAX_BIAS_RATIO = 20  # Ratio of a response and the bias above which pixels are unscaled. Trained layers have 0.5 to 10.
 MIN_BIAS_RATIO = 0.05  # ratio of a response and the bias below which an input has almost no influence
+UNIMPORTANT_BIAS_RATIO = 30_000  # ratio above which no layer needs its biases. Trained first layers have up to 2,100.
+MAX_GATE = 50  # median input of sigmoids or tanhs that cannot be trained, as float32 has no slope there; trained have 8
 MIN_TABLE_ROWS = 16  # number of rows from which a table is an embedding, and zeros and ones are no indices of it
 LIMIT_DISTANCE = 1e-6  # largest distance from 0 or 1 of a saturated probability
 MAX_DISTINCT = 64  # number of different samples that are remembered, so that memory does not grow
 
 LARGEST_FLOAT32_PIXEL = 1e30  # differences of larger values, and their sums, are no float32
 COLOUR_CHANNELS = 3
-MIN_GRAY_SIZE = 16  # height and width from which the values of one channel are compared with their neighbors
 IMAGE_AXES = 4
 
-LAYOUT_CHECK_SAMPLES = 32  # number of samples whose neighboring values are compared
-
-SWAPPED_LAYOUT_RATIO = 0.8
-"""Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
-
+SWAPPED_LAYOUT_RATIO = 0.8  # ratio of the differences of neighbors in the other layout below which it is reported
 OUTLIER_BITS = 6  # a sample is an outlier if its largest value is this power of 2 times that of half of the samples
 MAX_OUTLIERS = 0.2  # share of samples that are outliers; more of them are another class of samples
 MIN_COMPARED_SAMPLES = 8  # number of samples from which their deviations are judged
 MIN_COMPARED_VALUES = 16  # number of values in a sample from which the deviations of samples are judged
-MAX_COMPARED_VALUES = 1 << 16  # number of values of a sample, spread over it, that are compared
+MAX_COMPARED_VALUES = 1 << 14  # number of neighboring values of a sample, in its middle, that are compared
 
 SIMILAR_SAMPLES_RATIO = 0.2
 """Deviation of samples from their mean, relative to the deviation inside them, below which they are similar.
@@ -86,8 +81,13 @@ MIN_NOISE_EVENNESS = 0.3
 Noise gives 0.9, or 0.6 if it was clipped. Columns of different units, or objects before a fixed background, give less,
 and samples of these may be similar."""
 
-NOISE_RATIO = 0.95
-"""Neighboring pixels of images differ by less than this ratio of the difference of distant ones."""
+NOISE_CORRELATION = 0.3, 1.5
+"""Mean squared correlation of two samples, relative to that of samples in random order, of random or shuffled values.
+
+The expectation is exactly 1 then. Speech has 6 to 34, features 35 to 126, images 17 and more."""
+
+MIN_UNORDERED_SAMPLES = 16  # number of samples, except images, from which their correlations are compared
+MIN_LEVELS = 8  # number of different values in a sample below which correlations say little, as in one-hot vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,7 @@ class _InputStats:
     finite_count: int = 0
     nan: int = 0
     inf: int = 0
+    is_float: bool = False
     integral: bool = True
     consecutive: bool | None = None  # true if integers count their positions; None without several positions
     feeds: int = 0
@@ -152,8 +153,7 @@ class _InputStats:
     value_count: int = 0
     layout_difference: float = 0.0
     swapped_difference: float = 0.0
-    distant_difference: float = 0.0
-    compared: _SampleDeviations | None = None
+    normalized: list[Array] = field(default_factory=list)  # some values of each feed, with mean 0 and norm 1
     exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
     previous: bytes = b""  # the values of the last feed
@@ -194,6 +194,7 @@ class _InputStats:
             self.total += float(numbers.sum(dtype=np.float64))
             self.exponents[math.frexp(max(-low, high))[1]] += 1
             self.finite_count += numbers.size
+            self.is_float = dtype_kind(values.dtype) == "float"
             self.integral = self.integral and bool((numbers == np.rint(numbers)).all())
             self.blank_feeds += numbers.size > 1 and low == high
             if values.dtype.kind in "iu" and values.ndim and values.shape[-1] > 1:
@@ -212,6 +213,22 @@ class _InputStats:
         return self.feeds >= FEW_SAMPLES > items and MIN_CUTS * items <= self.feeds
 
     @property
+    def compared_samples(self) -> Array | None:
+        """Normalized values (samples, values) that are compared; None if they are too few."""
+        size = self.normalized[0].size if self.normalized else 0
+        samples = [values for values in self.normalized if values.size == size]
+        return np.stack(samples) if len(samples) >= MIN_COMPARED_SAMPLES and size >= MIN_COMPARED_VALUES else None
+
+    def are_unordered(self, samples: Array) -> bool:
+        """Return True if the values of each normalized sample could as well be in random order."""
+        are_floats = self.is_float and len(samples) >= MIN_UNORDERED_SAMPLES  # indices have no order
+        if not (are_floats or len(self.shape or ()) == IMAGE_AXES) or np.unique(samples[0]).size < MIN_LEVELS:
+            return False
+        # Not `samples @ samples.T`: threads of BLAS wait for each other longer than one takes.
+        squares = np.square(np.einsum("ik,jk->ij", samples, samples))[np.triu_indices(len(samples), 1)]
+        return bool(NOISE_CORRELATION[0] < squares.mean() * (samples.shape[1] - 1) < NOISE_CORRELATION[1])
+
+    @property
     def negated_pixels(self) -> bool:
         """True if the values look like pixels with the wrong sign. Decibels from -1 to 0 have more different values."""
         has_limits = self.high == 0 and (self.low == -1 or -MAX_PIXEL <= self.low <= -MIN_UNSCALED_PIXEL)
@@ -222,6 +239,8 @@ class _InputStats:
         """The unscaled numbers that the values look like, or "", and their divisor."""
         if self.low >= 0 and MIN_UNSCALED_PIXEL <= self.high <= MAX_PIXEL:
             return "pixels", MAX_PIXEL
+        if self.layout_difference and max(-self.low, self.high) > MAX_PIXEL:
+            return "pixels that were scaled the wrong way", MAX_PIXEL
         for bits, least in ((8, 64), (16, MAX_PIXEL)):
             limit = 1 << (bits - 1)
             if self.integral and -limit <= self.low < -least and least < self.high <= limit:
@@ -229,14 +248,15 @@ class _InputStats:
         return "", 1
 
     def compare_samples(self, values: Array) -> None:
-        """Add the deviations of one feed from the first one, if both have the same size and finite numbers."""
-        if dtype_kind(values.dtype) in {"int", "float"} and not non_finite_mask(values).any():
-            step = values.size // MAX_COMPARED_VALUES + 1
-            numbers = values.reshape(-1)[::step].astype(np.float64)
-            if self.compared is None:
-                self.compared = _SampleDeviations(numbers, np.zeros_like(numbers), np.zeros_like(numbers))
-            if numbers.size == self.compared.first.size:
-                self.compared.add(numbers)
+        """Keep some normalized values of a feed, and the levels of pixels that are not positive."""
+        if dtype_kind(values.dtype) in {"int", "float"} and values.size and not non_finite_mask(values).any():
+            start = max(values.size - MAX_COMPARED_VALUES, 0) // 2
+            numbers = values.reshape(-1)[start : start + MAX_COMPARED_VALUES].astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                centered = numbers - numbers.mean()
+                norm = float(np.sqrt(np.square(centered).sum()))
+            if 0 < norm < np.inf:
+                self.normalized.append(centered / norm)
             if self.high <= 0 and self.levels.size <= MAX_PIXEL + 1:
                 self.levels = np.union1d(self.levels, numbers)
 
@@ -249,16 +269,13 @@ class _InputStats:
         layout = _image_layout(model_input, values.shape)
         if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
             return
-        width = values.shape[3] if values.shape[1] in {1, COLOUR_CHANNELS} else values.shape[2]
+        width = values.shape[3] if layout == "NCHW" else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
         for image in values.reshape(len(values), -1).astype(dtype):
-            offsets = (width, width * COLOUR_CHANNELS, image.size // 2)
             with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
-                differences = (np.abs(np.subtract(image[n:], image[:-n])) for n in offsets)
-                planar, interleaved, distant = (float(difference.mean()) for difference in differences)
-            if layout == "gray":
-                interleaved = planar
-            self.distant_difference += distant
+                planar, interleaved = (
+                    float(np.abs(np.subtract(image[n:], image[:-n])).mean()) for n in (width, width * COLOUR_CHANNELS)
+                )
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
 
@@ -278,34 +295,12 @@ class _InputStats:
         )
 
 
-@dataclass(slots=True)
-class _SampleDeviations:
-    """Sums over samples of the deviations of each value from the first sample, which keeps them precise."""
-
-    first: Array
-    total: Array
-    squares: Array
-    variance: float = 0.0
-    count: int = 0
-
-    def add(self, numbers: Array) -> None:
-        """Add the values of a sample."""
-        with np.errstate(over="ignore", invalid="ignore"):  # squares that are not finite give no finding
-            deviation = numbers - self.first
-            self.total += deviation
-            self.squares += deviation * deviation
-            self.variance += float(numbers.var()) if numbers.size else 0.0
-        self.count += 1
-
-    def relative_noise(self) -> float | None:
-        """Return the deviation between samples relative to the one inside them if it is even as noise, or None."""
-        if self.count < MIN_COMPARED_SAMPLES or self.first.size < MIN_COMPARED_VALUES or not self.variance:
-            return None
-        with np.errstate(over="ignore", invalid="ignore"):
-            variances = np.maximum(self.squares / self.count - (self.total / self.count) ** 2, 0)
-            level, squares = float(variances.mean()), float((variances**2).mean())
-        is_even = 0 < squares < np.inf and level**2 > MIN_NOISE_EVENNESS * squares
-        return float(np.sqrt(level * self.count / self.variance)) if is_even else None
+def _relative_noise(samples: Array) -> float | None:
+    """Return the deviation between normalized samples relative to the one inside them if it is even, or None."""
+    variances = samples.var(0)
+    level, squares = float(variances.mean()), float((variances**2).mean())
+    is_even = squares > 0 and level**2 > MIN_NOISE_EVENNESS * squares
+    return math.sqrt(level * samples.shape[1]) if is_even else None
 
 
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
@@ -387,7 +382,7 @@ def _read_samples(
             if dataset.repeats_samples and feed[model_input.name] is previous.get(model_input.name):
                 continue
             stats.add(feed[model_input.name])
-            if index < LAYOUT_CHECK_SAMPLES:
+            if index < CHECKED_SAMPLES:
                 stats.compare_layouts(model_input, feed[model_input.name])
                 stats.compare_samples(feed[model_input.name])
         previous = feed
@@ -419,7 +414,7 @@ def _find_mistakes(
         is_content = (is_float and not is_empty_state) or selects_rows
         for kind, message in input_findings.items():
             # Masks, positions and lengths may be the same in all samples.
-            if is_content or not varying or kind not in {"constant", "same-samples", "similar-samples", "blank"}:
+            if is_content or not varying or kind not in CONTENT_KINDS:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
                 findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
     content = [stats for entry, stats in stats_of_inputs if not uses.get(entry.name, InputUse()).is_state]
@@ -437,12 +432,10 @@ def _find_mistakes(
 
 
 def _image_layout(model_input: InputSpec, shape: Sequence[int]) -> str | None:
-    """Return the layout of the images that an input takes, "gray" for one channel, or None if it is not known."""
+    """Return the layout of the images of three channels that an input takes, or None if it is not known."""
     input_shape = model_input.shape
-    if input_shape is None or len(input_shape) != IMAGE_AXES or len(shape) != IMAGE_AXES:
+    if input_shape is None or not len(input_shape) == len(shape) == IMAGE_AXES or not shape[0] or min(shape[1:]) <= 1:
         return None
-    if min(shape[1:]) <= 1:
-        return "gray" if 1 in {shape[1], shape[3]} and sorted(shape[1:])[1] >= MIN_GRAY_SIZE else None
     channels_first, channels_last = shape[1] == COLOUR_CHANNELS, shape[3] == COLOUR_CHANNELS
     if channels_first == channels_last or (COLOUR_CHANNELS not in {input_shape[1], input_shape[3]}):
         return None
@@ -515,8 +508,14 @@ def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict
             f"has values above {2**OUTLIER_BITS} times those of most samples in {len(large)} of {len(exponents)}, which"
             " determine the range. Check the scale of these samples, or remove them."
         )
-    noise = None if stats.compared is None else stats.compared.relative_noise()
-    if not findings and noise is not None and noise < SIMILAR_SAMPLES_RATIO:
+    samples = None if findings else stats.compared_samples
+    noise = None if samples is None else _relative_noise(samples)
+    if samples is not None and stats.are_unordered(samples):
+        findings["noise"] = (
+            "has values without order, like random numbers or shuffled values: samples are as different as if each was"
+            " shuffled. Use real data, unless the model expects noise."
+        )
+    elif noise is not None and noise < SIMILAR_SAMPLES_RATIO:
         findings["similar-samples"] = (
             f"is almost the same in all samples: they deviate from their mean by {noise:.2g} times the deviation of the"
             " values in a sample, like one sample with noise. Use different samples."
@@ -533,13 +532,12 @@ def _scale_findings(
     received = f"receives {stats.low:g} to {stats.high:g}"
     if max(-stats.low, stats.high) > MAX_VALUE:
         return {"scale": f"{received}, whose squares are infinite in float32. Scale the values as in training."}
+    if response is not None and (message := response.scale_message(model_input.name, use.layer)):
+        return {"scale": f"{received}{message}"}
     ratio = None if response is None else response.ratios.get(model_input.name)
     is_plausible = use.rescaled or use.table_rows is not None  # a row number is no pixel
-    if ratio is not None and use.layer is not None:
-        if message := _layer_message(use.layer, ratio):
-            return {"scale": f"{received}{message}"}
-        if use.layer.is_first:
-            is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
+    if ratio is not None and use.layer is not None and use.layer.is_first:
+        is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
     kind, divisor = stats.unscaled_kind
     has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
     if is_plausible or not kind or not (stats.integral or has_image_axes or stats.high == MAX_PIXEL):
@@ -569,22 +567,8 @@ def _sign_findings(
     return {}
 
 
-def _layer_message(layer: InputLayer, ratio: float) -> str:
-    """Return the reason why a response of `ratio` times the stored scale is implausible, or ""."""
-    if layer.has_variance:
-        if 1 / MAX_BATCHNORM_RATIO <= ratio <= MAX_BATCHNORM_RATIO:
-            return ""
-        factor = f"{ratio:.2g} times as large as in training, according to {layer.op}"
-        return f". The response of the model is {factor}. Scale the values as in training."
-    if ratio >= MIN_BIAS_RATIO:
-        return ""
-    return (
-        f", which has almost no influence: the biases of {layer.op} are {1 / max(ratio, 1e-9):.0f} times as large. Pass"
-        " values on the scale of training, such as pixels from 0 to 255 if the model scales them itself."
-    )
-
-
 ERROR_KINDS = frozenset({"all-nan", "index"})  # kinds of findings that no model can use
+CONTENT_KINDS = frozenset({"constant", "same-samples", "similar-samples", "blank"})  # usual in other inputs
 
 
 def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
@@ -616,18 +600,40 @@ class _ModelResponse:
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
-        for name, layer in ((name, use.layer) for name, use in uses.items()):
-            if layer is None or runner.unobservable([layer.tensor]):
+        # For inputs without a layer, or with gates in a recurrent one, the median magnitude of the gates' inputs.
+        self.gates: dict[str, float] = {}
+        for name, use in uses.items():
+            layer, tensor = use.layer, use.gate if use.layer is None else use.layer.tensor
+            if tensor is None or runner.unobservable([tensor]):
                 continue
-            observations = runner.observe([layer.tensor], feeds, ancestors_only=True)
+            observations = runner.observe([tensor], feeds, ancestors_only=True)
             # A generator, because the values of all samples need more memory than a small model.
-            values = (array for observed in observations for array in observed.get(layer.tensor, ()))
-            if (moments := channel_moments(layer, values)) is not None:
+            values = (array for observed in observations for array in observed.get(tensor, ()))
+            if layer is None:
+                magnitudes = [np.sort(np.abs(array), axis=None) for array in values if array.size]
+                self.gates[name] = median([float(ordered[ordered.size // 2]) for ordered in magnitudes] or [0.0])
+            elif (moments := channel_moments(layer, values)) is not None:
                 means, deviations = moments
-                if (ratio := scale_ratio(layer, deviations)) is not None:
-                    self.ratios[name] = ratio
+                if layer.weight is not None:
+                    self.gates[name] = median(deviations.tolist())
+                if (is_stored := layer.spread > 0).any():
+                    self.ratios[name] = median((deviations[is_stored] / layer.spread[is_stored]).tolist())
                 if is_negated(layer, means):
                     self.negated.add(name)
+
+    def scale_message(self, name: str, layer: InputLayer | None) -> str:
+        """Return the reason why the scale of input `name` is implausible for its first layer or gates, or ""."""
+        hint = "Scale the values as in training, such as pixels from 0 to 255 if the model scales them itself."
+        if (gate := self.gates.get(name, 0.0)) > MAX_GATE:
+            return f". Half of the sigmoids or tanhs behind them receive {gate:.2g} or more and are constant. {hint}"
+        if layer is None or (ratio := self.ratios.get(name)) is None:
+            return ""
+        stored, least, largest = "biases", MIN_BIAS_RATIO, UNIMPORTANT_BIAS_RATIO
+        if layer.has_variance:
+            stored, least, largest = "deviations in training", 1 / MAX_BATCHNORM_RATIO, MAX_BATCHNORM_RATIO
+        if least <= ratio <= largest:
+            return ""
+        return f". The response of {layer.op} is {ratio:.2g} times its {stored}. {hint}"
 
     def needs_large_values(self, name: str) -> bool:
         """Return True if the model tells samples apart, but not if input `name` is divided by 255."""
@@ -656,8 +662,9 @@ class _ModelResponse:
         )
         for name in self._outputs[0] if self._outputs else ():
             values = [result[name] for result in self._outputs]
-            if dtype_kind(values[0].dtype) != "float" or not values[0].size:
-                outputs_equal = outputs_equal and all(np.array_equal(values[0], value) for value in values[1:])
+            is_float = dtype_kind(values[0].dtype) == "float"
+            outputs_equal = outputs_equal and all(np.array_equal(values[0], v, equal_nan=is_float) for v in values[1:])
+            if not is_float or not values[0].size:
                 continue
             bad_count = sum(bool(non_finite_mask(value).any()) for value in values)
             if bad_count:
@@ -665,10 +672,7 @@ class _ModelResponse:
                     f"Output {name!r} of the float model has NaN or infinite values for {bad_count} of"
                     f" {len(values)} samples. Scale the samples as in training."
                 )
-            outputs_equal = outputs_equal and all(
-                np.array_equal(values[0], value, equal_nan=True) for value in values[1:]
-            )
-            if all(map(_is_saturated, values)):
+            elif all(map(_is_saturated, values)):
                 findings["saturated"] = (
                     f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
                     " Scale the samples as in training."
@@ -701,11 +705,6 @@ def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Datas
             f" array.transpose({axes})."
         )
     shape = stats.shape
-    if not findings and stats.distant_difference and stats.layout_difference > NOISE_RATIO * stats.distant_difference:
-        findings["noise"] = (
-            "has pixels that are independent of their neighbors, like random numbers. Use real images, unless the"
-            " model expects noise."
-        )
     if model_input.shape is None or shape is None or not len(model_input.shape) == len(shape) == IMAGE_AXES:
         return findings
     channels_first, channels_last = (shape[axis] in {1, COLOUR_CHANNELS} for axis in (1, 3))

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphquant.ir import (
     BIAS_ADD_KINDS,
+    BOUNDED_KINDS,
     FLOAT_TYPES,
     RECURRENT_KINDS,
     RESHAPING_KINDS,
     WEIGHTED_KINDS,
+    Call,
     Model,
     Op,
     Parameters,
@@ -27,19 +28,18 @@ if TYPE_CHECKING:
     from graphquant.formats import InputSpec
     from graphquant.numerics import Array
 
+CONTENT_TYPES = FLOAT_TYPES | {None, "complex64", "variant"}  # of spectra, and of lists of tensors that a loop reads
+GATE_KINDS = frozenset({"sigmoid", "tanh"})  # a softmax may receive large negative values of a mask
 MAX_VISITED_OPS = 500  # number of ops after which the search for the first layer of an input ends
 
-PASSING_KINDS = RESHAPING_KINDS | {"identity"}
-"""Kinds that may stand between a weighted op and the addition of its bias."""
-
+PASSING_KINDS = RESHAPING_KINDS | {"identity"}  # kinds that may stand between a weighted op and its bias
 MIN_MEANS = 4  # number of channels whose means do not all have the opposite sign by chance
 MIN_MEAN_DISTANCE = 0.2  # distance of means, in standard deviations, that a few samples do not cause by chance
 
 UNSCALING_KINDS = frozenset({"div", "layernorm", "rmsnorm", "instancenorm", "groupnorm", "lrn"})
 """Kinds that may divide values by their own size, so that no later layer shows the scale of an input."""
 
-NORMALIZING_KINDS = UNSCALING_KINDS | {"sub", "mul", "add", "log", "sqrt"}
-"""Kinds that change the scale of an input."""
+NORMALIZING_KINDS = UNSCALING_KINDS | {"sub", "mul", "add", "log", "sqrt"}  # kinds that change the scale of an input
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +65,7 @@ class InputUse:
     table_rows: int | None = None  # number of rows of the smallest table that the input selects from, or None
     selects_all: bool = True  # False if a part or a function of the input selects rows, such as a column or a remainder
     layer: InputLayer | None = None  # first layer that stores the scale of its values, or None
+    gate: TensorRef | None = None  # input of the first sigmoid or tanh behind a weighted op without such a layer
     may_be_nan: bool = False  # True if the model looks for NaN itself
     is_state: bool = False  # True if it is the initial state of a recurrent op
     starts_states: bool = False  # True if also nothing reads the final state
@@ -107,13 +108,6 @@ def channel_moments(layer: InputLayer, values: Iterable[Array]) -> tuple[Array, 
     return total / count, np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0))
 
 
-def scale_ratio(layer: InputLayer, deviations: Array) -> float | None:
-    """Return the median ratio of standard deviations to those that the layer has stored; None if it has stored none."""
-    is_stored = layer.spread > 0
-    # Not `np.median`: it imports masked arrays, which takes as long as all else of a small model's check.
-    return median((deviations[is_stored] / layer.spread[is_stored]).tolist()) if is_stored.any() else None
-
-
 def is_negated(layer: InputLayer, means: Array) -> bool:
     """Return True if the means of training fit the negated response, and not the response itself."""
     if layer.mean is None or layer.mean.shape != means.shape or means.size < MIN_MEANS:
@@ -128,6 +122,8 @@ def is_negated(layer: InputLayer, means: Array) -> bool:
 def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> InputUse:
     """Search forward from an input up to the first weighted ops."""
     result, visited, pending = InputUse(may_be_nan=replaces_nan(model)), {start}, deque([start])
+    callers = model.callers() if len(model.graphs) > 1 else {}
+    needed = model.needed_ops()
     behind: set[TensorRef] = set()  # tensors behind a weighted op that stores no scale
     computed: set[TensorRef] = set()  # tensors that have other values than the input
     is_float = model.output(start).dtype in FLOAT_TYPES
@@ -144,8 +140,8 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                     result.table_rows = min(shape[0], result.table_rows or shape[0])
                     result.selects_all &= tensor not in computed
                 continue
-            if op.kind == "shape":
-                continue  # the length of the input, such as positions that depend on it
+            if op.kind == "shape" or use.op not in needed.get(use.graph, ()):
+                continue  # the length of the input, such as positions that depend on it, or an op that never runs
             if op.kind == "batchnorm" or op.kind in WEIGHTED_KINDS | RECURRENT_KINDS:
                 result.rescaled |= op.kind == "batchnorm" and is_first
                 read_ports = model.graphs[use.graph].consumers_by_port(use.op)
@@ -157,13 +153,14 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
                 if role != "input" or result.layer is not None or op.kind not in WEIGHTED_KINDS:
                     continue
                 behind.add(TensorRef(use.graph, use.op))
-            if not is_first and op.kind in UNSCALING_KINDS:
+            result.gate = result.gate or (tensor if op.kind in GATE_KINDS and not is_first else None)
+            if op.kind in BOUNDED_KINDS or (not is_first and op.kind in UNSCALING_KINDS):
                 continue
             result.rescaled |= op.kind in NORMALIZING_KINDS and is_first
-            following = list(_called_inputs(model, op, use)) or [
+            following = list(_called_tensors(model, callers, op, use)) or [
                 TensorRef(use.graph, use.op, port)
                 for port, output in enumerate(op.outputs)
-                if not is_float or output.dtype in {None, *FLOAT_TYPES} or op.kind == "cast"  # not the input's shape
+                if not is_float or output.dtype in CONTENT_TYPES or op.kind == "cast"  # not the input's shape
             ]
             behind.update(() if is_first else following)
             is_same = tensor not in computed and (op.calls or op.kind in PASSING_KINDS | {"cast", "expand"})
@@ -173,12 +170,20 @@ def _follow_input(model: Model, parameters: Parameters, start: TensorRef) -> Inp
     return result
 
 
-def _called_inputs(model: Model, op: Op, use: Use) -> Iterator[TensorRef]:
-    """Yield the inputs of called graphs that receive the operand of `use`."""
+def _called_tensors(
+    model: Model, callers: Mapping[str, Sequence[tuple[Use, Call]]], op: Op, use: Use
+) -> Iterator[TensorRef]:
+    """Yield the inputs of called graphs, and the outputs of calling ops, that receive the operand of `use`."""
     for call in op.calls:
         graph = model.graphs.get(call.graph)
         if graph is not None and call.offset is not None and 0 <= use.slot - call.offset < len(graph.inputs):
             yield TensorRef(call.graph, graph.inputs[use.slot - call.offset])
+    names = model.graphs[use.graph].outputs
+    for caller, _ in callers.get(use.graph, ()) if use.op in names else ():
+        # The first output of the body of an ONNX Loop is its condition, which the op does not return.
+        port = names.index(use.op) + len(model.graphs[caller.graph].op(caller.op).outputs) - len(names)
+        if port >= 0:
+            yield TensorRef(caller.graph, caller.op, port)
 
 
 def _require_source(model: Model, use: Use) -> TensorRef:

@@ -545,6 +545,9 @@ def _copy_graph_stripped(source: Any, target: Any, folder: Path | None) -> None:
     target.name = source.name
     for field in ("input", "output", "value_info", "sparse_initializer"):
         getattr(target, field).extend(getattr(source, field))
+    infos = (*target.input, *target.output, *target.value_info)
+    for dim in [dim for info in infos for dim in info.type.tensor_type.shape.dim if dim.dim_value < 0]:
+        dim.ClearField("dim_value")  # onnx ends the process if a Slice reads such a tensor
     for node in source.node:
         copy = target.node.add()
         if not any(attr.type in _BULKY_TYPES for attr in node.attribute):

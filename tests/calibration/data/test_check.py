@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import onnx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.data_files import write_wav
 from support.onnx_models import load_onnx, onnx_model
 
@@ -72,9 +75,9 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_arrays(NOISE * 1e30, None, 5)) == ["scale"]
     assert kinds(check_arrays(np.tile(NOISE[:1], (40, 1)), None, 5)) == ["same-samples"]
     assert kinds(check_arrays(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
-    pixels = np.random.default_rng(5).integers(-255, 1, (40, 4, 4, 1)) / 255
+    pixels = np.sort(np.random.default_rng(5).integers(-255, 1, (40, 4, 4, 1)), axis=1) / 255
     assert kinds(check_arrays(pixels, None, 4, 4, 1)) == ["negated"]
-    decibels = np.random.default_rng(5).uniform(-1, 0, (40, 4, 4, 1))
+    decibels = np.sort(np.random.default_rng(5).uniform(-1, 0, (40, 4, 4, 1)), axis=1)
     decibels[0, 0, :2, 0] = -1, 0
     assert kinds(check_arrays(decibels, None, 4, 4, 1)) == []
     assert kinds(check_arrays(np.full((40, 1), 3.0), None, 1)) == []  # a rate or a switch
@@ -115,7 +118,7 @@ def test_cuts_beside_states(tmp_path: Path) -> None:
     model = load_onnx(tmp_path, graph, weights)
     clip = rng.normal(0, 1, 1000).cumsum().astype(np.float32)
     windows = np.lib.stride_tricks.sliding_window_view(clip, 64)[:640:16].reshape(40, 1, 1, 64)
-    states = rng.normal(0, 1, (40, 1, 1, 32)).astype(np.float32)
+    states = rng.normal(0, 1, (40, 1, 1, 32)).cumsum(3).astype(np.float32)
     inputs = format_module("onnx").input_specs(model)
     report = check_dataset(open_data(as_data_spec({"x": windows, "h": states}), inputs), inputs, model)
     assert kinds(report) == ["overlapping-samples"]
@@ -132,6 +135,37 @@ def test_samples_that_differ_by_noise(check_arrays) -> None:
     units = np.logspace(-4, 4, 64)
     assert kinds(check_arrays(units * (item + 0.03 * noise), None, 64)) == []
     assert kinds(check_arrays(np.where(np.arange(64) < 4, item + 0.3 * noise, item), None, 64)) == []
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(24, 48),
+    st.integers(16, 400),
+    st.sampled_from(["normal", "uniform", "exponential", "laplace"]),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_in_random_order(check_arrays, seed: int, count: int, size: int, distribution: str) -> None:
+    """Random and shuffled values of any distribution are found, but not the same values in order or with a profile."""
+    rng = np.random.default_rng(seed)
+    values = getattr(rng, distribution)(size=(count, size)).astype(np.float32)
+    profile = 4 * np.std(values, axis=1, keepdims=True) * np.linspace(-1, 1, size)
+    assert "noise" in kinds(check_arrays(values, None, size))
+    assert "noise" not in kinds(check_arrays(values[:15], None, size))
+    assert "noise" not in kinds(check_arrays(np.sort(values, axis=1), None, size))
+    assert "noise" not in kinds(check_arrays((values + profile).astype(np.float32), None, size))
+    assert "noise" in kinds(check_arrays(rng.permuted(np.sort(values, axis=1), axis=1), None, size))
+
+
+def test_values_without_order_that_are_right(check_arrays, tmp_path) -> None:
+    """Categories and integers need no order."""
+    rng = np.random.default_rng(4)
+    assert kinds(check_arrays(np.eye(64, dtype=np.float32)[rng.integers(0, 64, 40)], None, 64)) == []
+    ids = rng.integers(0, 1000, (40, 64))
+    assert kinds(check_arrays(ids, None, 64, dtype="int64")) == []
+    table = {"table": rng.normal(size=(1000, 4)).astype(np.float32)}
+    model = load_onnx(tmp_path, "g (int64[n, 64] ids) => (float[n, 64, 4] y) { y = Gather(table, ids) }", table)
+    inputs = format_module("onnx").input_specs(model)
+    assert kinds(check_dataset(open_data(as_data_spec({"ids": ids}), inputs), inputs, model)) == []
 
 
 def test_swapped_layouts(model_folder, check_arrays) -> None:
@@ -151,9 +185,10 @@ def test_swapped_layouts(model_folder, check_arrays) -> None:
     assert "array.transpose(0, 2, 3, 1)" in found.findings[0].message
     noise = np.random.default_rng(0).standard_normal((40, 3, 20, 30)).astype(np.float32)
     assert kinds(check_arrays(noise, None, 3, 20, 30)) == ["noise"]
-    assert kinds(check_arrays(noise, None, None, None, None)) == ["layout-open"]
+    assert kinds(check_arrays(noise, None, None, None, None)) == ["noise", "layout-open"]
     assert kinds(check_arrays(noise[:, :1], None, 1, 20, 30)) == ["noise"]
     assert kinds(check_arrays(photos[..., 1:2], None, height, width, 1)) == []
+    assert kinds(check_arrays(np.zeros((40, 0, 3, 20, 30), np.float32), None, 3, 20, 30)) == []
 
 
 def test_varying_sizes(tmp_path) -> None:
@@ -313,6 +348,45 @@ def test_batch_reports_the_warnings(samples, tmp_path) -> None:
     assert [notice.code for notice in report_notices(report)] == ["GQ211"]
 
 
+GATES = {
+    "lstm": "y, h, c = LSTM<hidden_size=8>(x, w, r, b)",
+    "cell": "p = MatMul(x, basis) q = MatMul(p, square) t = Add(p, q) f = Sigmoid(t) g = Tanh(t) y = Mul(f, g)",
+    "branch": "no = Constant<value_int=0>() yes = Cast<to=9>(no)"
+    " o = If(yes) <then_branch = one () => (float a) { a = MatMul(x, basis) },"
+    " else_branch = two () => (float a) { a = MatMul(x, basis) }> y = Sigmoid(o)",
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_saturated_gates(tmp_path, name: str) -> None:
+    """Values that saturate the gates of a recurrent net are found, also if its cell has single ops or an If."""
+    rng = np.random.default_rng(3)
+    arrays = {"basis": rng.normal(size=(16, 8)), "square": rng.normal(size=(8, 8)) / 4}
+    arrays |= {"w": rng.normal(size=(1, 32, 16)), "r": rng.normal(size=(1, 32, 8)) / 4, "b": rng.normal(size=(1, 64))}
+    used = arrays.keys() & set(re.findall(r"\w+", GATES[name]))
+    text = f"g (float[7, 1, 16] x) => (float y) {{ {GATES[name]} }}"
+    model = onnx_model(text, {key: arrays[key].astype(np.float32) for key in sorted(used)})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, tmp_path / "model.onnx")
+    x = (rng.normal(size=(40, 7, 1, 16)) + np.linspace(-1, 1, 16)).astype(np.float32)
+    assert model_findings(tmp_path / "model.onnx", x=x) == []
+    assert model_findings(tmp_path / "model.onnx", x=x * 255) == ["scale"]
+
+
+def test_scales_far_beyond_biases(samples) -> None:
+    """Pixels that are a million times too large leave biases without influence."""
+    images = calibration_images(samples)
+    for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
+        assert model_findings(samples / name, image=digits_for(name, images) * 1e6) == ["scale"]
+
+
+def test_scales_that_no_pixel_has(tmp_path) -> None:
+    """Values beyond 255 in images of three channels are found if the biases of the first layer are as small, too."""
+    model, images = conv_model(tmp_path / "model.onnx"), smooth_images()
+    assert model_findings(model, image=images * 2 - 1) == []
+    assert model_findings(model, image=(images * 2 - 1) * np.float32(600)) == ["unscaled"]
+
+
 def conv_model(path, *, scale: float = 1.0, size: int = 20) -> Path:
     """Write a trained-looking model for images: scaling, convolution with a bias of the size of its response."""
     rng = np.random.default_rng(1)
@@ -388,7 +462,7 @@ def test_layers_behind_the_first_one(samples, tmp_path) -> None:
         "spectrogram": f"m = MatMul(x, basis) p = Mul(m, m) q = Sqrt(p) {product}",
         "normalized": f"m = MatMul(x, basis) l = ReduceL2<axes=[-1]>(m) q = Div(m, l) {product}",
     }
-    wave = rng.normal(size=(40, 7, 1, 5)).astype(np.float32)
+    wave = (rng.normal(size=(40, 7, 1, 5)) + np.linspace(-2, 2, 7).reshape(7, 1, 1)).astype(np.float32)
     for name, text in texts.items():
         used = arrays.keys() & set(text.replace(",", " ").replace(")", " ").replace("(", " ").split())
         model = onnx_model(
@@ -456,6 +530,9 @@ def test_other_mistakes(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model_findings(model, image=broken)[0] == "not-finite"
+        identity = load_onnx(tmp_path, "g (float[n, 8] x) => (float[n, 8] y) { y = Identity(x) }", {}).path
+        x = np.tile(np.array([np.nan, np.inf, -np.inf, 1, 2, 3, 4, 5], np.float32), (40, 1))
+        assert "not-finite-output" in model_findings(identity, x=x * np.linspace(1, 2, 40, dtype=np.float32)[:, None])
     assert "not-finite-output" in model_findings(model, image=images * np.float32(3e38) - np.float32(1e38))
     source = gq.load(model)
     runner = format_module("onnx").create_runner(source)
@@ -543,7 +620,7 @@ def test_initial_states(tmp_path, outputs: str, value: int, findings: list[str])
         {"w": np.full((1, 9, 4), 0.1, np.float32), "r": np.full((1, 9, 3), 0.1, np.float32)},
     )
     onnx.save(model, tmp_path / "model.onnx")
-    x = np.random.default_rng(0).normal(size=(40, 5, 1, 4)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(40, 5, 1, 4)).cumsum(1).astype(np.float32)
     data = save_arrays(tmp_path, x=x, s=np.full((40, 1, 1, 3), value, np.float32))
     assert kinds(gq.check_data(tmp_path / "model.onnx", data)) == findings
 

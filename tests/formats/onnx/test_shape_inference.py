@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.onnx_models import onnx_model
 
 import graphquant as gq
 from graphquant.formats import format_module
@@ -213,3 +214,15 @@ def test_values_are_propagated_if_nodes_compute_integers(monkeypatch, text, pass
     assert len(typed.graph.output[0].type.tensor_type.shape.dim) == 2
     assert len(calls) == passes
     assert [call.get("data_prop", False) for call in calls].count(True) == passes - 1
+
+
+@pytest.mark.parametrize("size", [-1, -(2**31), -(2**63)])
+def test_negative_dimensions_are_unknown(tmp_path: Path, size: int) -> None:
+    """A dimension of -1, which some exporters write, is unknown. It ends the process in onnx's Slice."""
+    constants = {name: np.array([value]) for name, value in {"starts": 0, "ends": 1, "axes": 0}.items()}
+    model = onnx_model("g (float[3, 2] x) => (float[n, 2] y) { y = Slice(x, starts, ends, axes) }", constants)
+    for info in (model.graph.input[0], model.graph.output[0]):
+        info.type.tensor_type.shape.dim[0].dim_value = size
+    onnx.save(model, tmp_path / "model.onnx")
+    loaded = gq.load(tmp_path / "model.onnx")
+    assert loaded.output(gq.TensorRef("", "x")).shape == (None, 2)
