@@ -50,6 +50,10 @@ SELECTING_TYPES = frozenset(
     }
 )
 """Op types that select rows by their values."""
+COMPARING_TYPES = frozenset(
+    {*("Equal", "NotEqual", "Less", "Greater", "LessEqual", "GreaterEqual", "LessOrEqual", "GreaterOrEqual")}
+)
+UNCHANGED_KINDS = PROBABILITY_PATH_KINDS | {"pad"}  # kinds that leave the values from which peaks are selected
 PACKING_TYPES = frozenset({"ZipMap", "SplitToSequence", "SequenceConstruct", "SequenceInsert", "Optional"})
 """Op types whose output is no tensor."""
 
@@ -216,7 +220,7 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     """
     model = runner.model
     found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
-    if not any(_selects(op) for graph in model.graphs.values() for op in graph.ops()):
+    if not any(_selects(op) or _peak_ops(graph, op) for graph in model.graphs.values() for op in graph.ops()):
         return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
@@ -260,6 +264,7 @@ class _GraphSelections:
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
         self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
+        self._selecting.update(chain.from_iterable(_peak_ops(graph, op) for op in graph.ops()))
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
@@ -298,6 +303,25 @@ class _GraphSelections:
 
 def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
+
+
+def _peak_ops(graph: Graph, op: Op) -> list[str]:
+    """Return the op and the max pool if it compares values with their maximum over a window, which selects the peaks.
+
+    A small error makes a neighbor the peak, which is an error as large as the values behind the mask.
+    """
+    if op.type not in COMPARING_TYPES:
+        return []
+
+    def unmoved_source(use: Use) -> TensorRef | None:
+        tensor = graph.source_of(use)
+        while tensor is not None and tensor.graph == graph.name and graph.op(tensor.op).kind in UNCHANGED_KINDS:
+            tensor = graph.source_of(Use(graph.name, tensor.op, graph.op(tensor.op).main_slot))
+        return tensor if tensor is not None and tensor.graph == graph.name else None
+
+    first, second = (unmoved_source(Use(graph.name, op.name, slot)) for slot in (0, 1))
+    pools = [tensor.op for tensor in (first, second) if tensor and graph.op(tensor.op).kind == "max_pool"]
+    return [op.name, *pools] if any(unmoved_source(Use(graph.name, pool, 0)) in {first, second} for pool in pools) else []
 
 
 def _runs(model: Model, op: Op, condition: Callable[[Op], bool]) -> bool:
