@@ -28,7 +28,6 @@ from graphquant.ir import (
     TensorRef,
     Use,
     fixed_cache_size,
-    follow,
     follow_to_end,
     reachable,
 )
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 CLASSIFIER_KINDS = frozenset({"softmax", "log_softmax"})
 """Kinds that turn scores into probabilities. A few uncertain samples cause most of the error behind them, although the
 class stays, so that without a bound the error of the scores counts."""
+MAX_LABEL_RANK = 2  # number of axes of labels of whole samples, which a sigmoid decides; masks and maps have more
 PROBABILITY_PATH_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output
 
 SELECTING_TYPES = frozenset(
@@ -50,25 +50,20 @@ SELECTING_TYPES = frozenset(
     }
 )
 """Op types that select rows by their values."""
-COMPARING_TYPES = frozenset(
-    {*("Equal", "NotEqual", "Less", "Greater", "LessEqual", "GreaterEqual", "LessOrEqual", "GreaterOrEqual")}
-)
-UNCHANGED_KINDS = PROBABILITY_PATH_KINDS | {"pad"}  # kinds that leave the values from which peaks are selected
 PACKING_TYPES = frozenset({"ZipMap", "SplitToSequence", "SequenceConstruct", "SequenceInsert", "Optional"})
 """Op types whose output is no tensor."""
 
 
-def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
-    """Find the input of the softmax that makes `output`, through reshapes, copies and Q/DQ pairs."""
+def _main_input(model: Model, tensor: TensorRef) -> TensorRef | None:
+    op = model.op(tensor)
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
 
-    def source(tensor: TensorRef) -> TensorRef | None:
-        op = model.op(tensor)
-        return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
 
-    for tensor in () if output is None else follow(output, source):
-        if (kind := model.op(tensor).kind) not in PROBABILITY_PATH_KINDS:
-            return source(tensor) if kind in CLASSIFIER_KINDS else None
-    return None
+def _original(model: Model, tensor: TensorRef) -> TensorRef:
+    """Return the tensor whose values `tensor` has behind reshapes, copies and Q/DQ pairs."""
+    return follow_to_end(
+        tensor, lambda copy: _main_input(model, copy) if model.op(copy).kind in PROBABILITY_PATH_KINDS else None
+    )
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
@@ -118,11 +113,19 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Array]:
-    """Return the scores from which a softmax makes `output`, of all runs; none if it does not, or they are hidden."""
-    tensor = find_scores(runner.model, runner.output_tensors.get(output))
-    if tensor is None or runner.unobservable([tensor]):
+    """Return the scores from which a softmax makes `output`, of all runs; none if it does not, or they are hidden.
+
+    A sigmoid counts too if it decides about whole samples, such as the presence of a hand.
+    """
+    if (tensor := runner.output_tensors.get(output)) is None:
         return []
-    return [value for values in runner.observe([tensor], feeds) for value in values[tensor]]
+    result = _original(runner.model, tensor)
+    kind, scores = runner.model.op(result).kind, _main_input(runner.model, result)
+    if kind not in CLASSIFIER_KINDS | {"sigmoid"} or scores is None or runner.unobservable([scores, tensor]):
+        return []
+    values = [*runner.observe([scores, tensor], feeds)]
+    is_label = all(value.ndim <= MAX_LABEL_RANK for run in values for value in run[tensor])
+    return [value for run in values for value in run[scores]] if kind in CLASSIFIER_KINDS or is_label else []
 
 
 def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
@@ -220,7 +223,7 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     """
     model = runner.model
     found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
-    if not any(_selects(op) or _peak_ops(graph, op) for graph in model.graphs.values() for op in graph.ops()):
+    if not any(_selects(op) or _peak_ops(model, graph, op) for graph in model.graphs.values() for op in graph.ops()):
         return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
@@ -264,7 +267,7 @@ class _GraphSelections:
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
         self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
-        self._selecting.update(chain.from_iterable(_peak_ops(graph, op) for op in graph.ops()))
+        self._selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
@@ -305,23 +308,14 @@ def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
 
 
-def _peak_ops(graph: Graph, op: Op) -> list[str]:
-    """Return the op and the max pool if it compares values with their maximum over a window, which selects the peaks.
-
-    A small error makes a neighbor the peak, which is an error as large as the values behind the mask.
-    """
-    if op.type not in COMPARING_TYPES:
+def _peak_ops(model: Model, graph: Graph, op: Op) -> list[str]:
+    """Return the op and the max pool if it selects peaks, by comparing values with their maximum over a window."""
+    if not op.outputs or op.outputs[0].dtype != "bool":
         return []
-
-    def unmoved_source(use: Use) -> TensorRef | None:
-        tensor = graph.source_of(use)
-        while tensor is not None and tensor.graph == graph.name and graph.op(tensor.op).kind in UNCHANGED_KINDS:
-            tensor = graph.source_of(Use(graph.name, tensor.op, graph.op(tensor.op).main_slot))
-        return tensor if tensor is not None and tensor.graph == graph.name else None
-
-    first, second = (unmoved_source(Use(graph.name, op.name, slot)) for slot in (0, 1))
-    pools = [tensor.op for tensor in (first, second) if tensor and graph.op(tensor.op).kind == "max_pool"]
-    return [op.name, *pools] if any(unmoved_source(Use(graph.name, pool, 0)) in {first, second} for pool in pools) else []
+    operands = {_original(model, tensor) for tensor in graph.slots(op.name) if tensor is not None}
+    pooled = {tensor: _main_input(model, tensor) for tensor in operands if model.op(tensor).kind == "max_pool"}
+    pools = [tensor.op for tensor, source in pooled.items() if source and _original(model, source) in operands]
+    return [op.name, *pools] if pools else []
 
 
 def _runs(model: Model, op: Op, condition: Callable[[Op], bool]) -> bool:

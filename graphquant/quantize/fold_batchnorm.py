@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MATRIX_RANK: Final = 2
 AFFINE_OPS: Final = {("Mul", "mul"), ("Add", "add"), ("AddV2", "add")}
 VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
+FoldedConstants = tuple["ScaledWeight | None", "Array"]  # the weight, None if a sum leaves it unchanged, and the bias
 
 
 class FoldCandidate(NamedTuple):
@@ -78,11 +79,9 @@ def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Paramete
     candidate = _candidate_before(model, graph, last, tuple(affine), values, start, parameters)
     if isinstance(candidate, str):
         return None
-    if len(affine) == 1:
-        # TensorFlow's ops have no bias of their own: a sum alone is one, but a product alone may be any scale.
-        is_folded = last.kind == "add" if model.traits.type_attrs else candidate.bias is not None
-        return candidate if is_folded else None
-    return candidate
+    # TensorFlow's ops have no bias of their own: a sum alone is one, but a product alone may be any scale.
+    has_bias = last.kind == "add" if model.traits.type_attrs else candidate.bias is not None
+    return candidate if has_bias or len(affine) > 1 else None
 
 
 def _candidate_before(
@@ -231,7 +230,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
             if isinstance(candidate, FoldCandidate):
                 folded = _compute_fold(graph, candidate, parameters)
                 if not isinstance(folded, str):
-                    yield _apply_fold(model, candidate, *folded, parameters)
+                    yield _apply_fold(model, candidate, folded, parameters)
 
 
 def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
@@ -245,9 +244,7 @@ def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
             yield graph, op, reason
 
 
-def _compute_fold(
-    graph: Graph, candidate: FoldCandidate, parameters: Parameters
-) -> tuple[ScaledWeight | None, Array] | str:
+def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> FoldedConstants | str:
     """Return the folded weight, None for a sum alone, and the bias, float32 (C,), or the reason against the fold."""
     constants = [_parameter_value(graph, use, parameters) for use in candidate.values]
     values = [value for value in constants if value is not None]
@@ -274,12 +271,10 @@ def _compute_fold(
         new_weight = _scale_output_channels(weight, factor, *shapes)
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
         return "its variance is negative or its values are too large: the folded weight would not be finite"
-    if [op.kind for op in candidate.affine] == ["add"]:
-        return None, new_bias
     scaled_weight = ScaledWeight(
         weight=weight, product=new_weight, factor=factor, product_shape=shapes[0], factor_shape=shapes[1]
     )
-    return scaled_weight, new_bias
+    return None if [op.kind for op in candidate.affine] == ["add"] else scaled_weight, new_bias
 
 
 def _affine_statistics(
@@ -293,9 +288,8 @@ def _affine_statistics(
         trailing_axes = len(shape) - 2 if shape is not None else _MAX_AXES
     zeros, ones = np.zeros(channels, np.float32), np.ones(channels, np.float32)
     operands = {"mul": ones, "add": zeros}
-    data = graph.source_of(Use(graph.name, candidate.affine[0].name, 1 - candidate.values[0].slot))
-    data_shape = None if data is None else graph.output(data).shape
-    rank = weight.ndim if data_shape is None else len(data_shape)
+    data = graph.slots(candidate.affine[0].name)[1 - candidate.values[0].slot]
+    rank = weight.ndim if data is None else len(graph.output(data).shape or weight.shape)
     for op, value in zip(candidate.affine, values, strict=True):
         axis = value.ndim - 1 - trailing_axes
         if value.size == 1 and value.ndim <= rank:  # one value for all channels, as of a Rescaling layer
@@ -338,18 +332,12 @@ def _scale_output_channels(
     return product.astype(np.float32).reshape(weight.shape)
 
 
-def _apply_fold(
-    model: Model,
-    candidate: FoldCandidate,
-    scaled_weight: ScaledWeight | None,
-    new_bias: Array,
-    parameters: Parameters,
-) -> Step:
+def _apply_fold(model: Model, candidate: FoldCandidate, folded: FoldedConstants, parameters: Parameters) -> Step:
     """Give the weighted op new constants, which no other reader of the old ones sees, and remove the BatchNorm."""
     graph, norm, weighted = model.graphs[candidate.weight.graph], candidate.norm, candidate.weighted
     uses = [candidate.weight, *([] if candidate.bias is None else [candidate.bias]), *candidate.values]
     stale = [tensor for tensor in map(graph.source_of, uses) if tensor is not None]
-    edits = RecordedEdits(model)
+    edits, (scaled_weight, new_bias) = RecordedEdits(model), folded
     if scaled_weight is not None:
         origin_ref = parameters.root_tensor(stale[0])
         origin_op = model.op(origin_ref)
