@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.numerics import Array
 
+# A few uncertain samples cause most of the error behind them. The class stays, so the error of the scores counts.
 CLASSIFIER_KINDS = frozenset({"softmax", "log_softmax"})
-"""Kinds that turn scores into probabilities. A few uncertain samples cause most of the error behind them, although the
-class stays, so that without a bound the error of the scores counts."""
 MAX_LABEL_RANK = 2  # number of axes of labels of whole samples, which a sigmoid decides; masks and maps have more
-PROBABILITY_PATH_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output
+COPY_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output, for example
 
 SELECTING_TYPES = frozenset(
     {
@@ -55,15 +54,12 @@ PACKING_TYPES = frozenset({"ZipMap", "SplitToSequence", "SequenceConstruct", "Se
 
 
 def _main_input(model: Model, tensor: TensorRef) -> TensorRef | None:
-    op = model.op(tensor)
-    return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, model.op(tensor).main_slot))
 
 
 def _original(model: Model, tensor: TensorRef) -> TensorRef:
     """Return the tensor whose values `tensor` has behind reshapes, copies and Q/DQ pairs."""
-    return follow_to_end(
-        tensor, lambda copy: _main_input(model, copy) if model.op(copy).kind in PROBABILITY_PATH_KINDS else None
-    )
+    return follow_to_end(tensor, lambda copy: _main_input(model, copy) if model.op(copy).kind in COPY_KINDS else None)
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
@@ -113,10 +109,7 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Array]:
-    """Return the scores from which a softmax makes `output`, of all runs; none if it does not, or they are hidden.
-
-    A sigmoid counts too if it decides about whole samples, such as the presence of a hand.
-    """
+    """Return the scores of all runs from which a softmax, or a sigmoid for whole samples, makes `output`, if any."""
     if (tensor := runner.output_tensors.get(output)) is None:
         return []
     result = _original(runner.model, tensor)
@@ -344,6 +337,7 @@ class OutputMeter:
         self._runner.free_session(only_large=False)
         return_freed_memory()
         self._scores: dict[str, list[Array]] = {}
+        self.sample_errors: list[float] = []  # squared errors of the worst output of the model that was measured last
         self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
 
     def worst_sqnr(self, quantized: Model) -> float:
@@ -363,8 +357,8 @@ class OutputMeter:
                         sums[name].add(value, outputs[quantized_name])
                         errors[name][number] = sums[name].error - before
         sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+        worst = self.sample_errors = errors[min(sqnr, key=lambda name: sqnr[name])] if sqnr else []
         if self.feeds_by_error is self.feeds and sqnr:
-            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
             order = sorted(range(len(worst)), key=lambda number: -worst[number])
             pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
             self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]
