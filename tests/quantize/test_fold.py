@@ -436,6 +436,18 @@ def test_a_sum_of_tensorflow_is_a_bias(tmp_path, monkeypatch, op, shape, is_bias
         assert value.tolist() == [1.0 + 5.0 * bias, (2.0 if shape else 1.0) + 10.0 * bias]
 
 
+@pytest.mark.parametrize(("shape", "is_bias"), [((2,), True), ((2, 1, 2), False)])
+def test_a_sum_that_is_not_folded(tmp_path, monkeypatch, shape, is_bias):
+    """A sum with variables is not folded. TFLite's rules place no pair inside, and none on a value per channel."""
+    head, _, rest = TF.partition('node { name: "n"')
+    text = head + const("a", shape, np.ones(np.prod(shape))) + ADDED.replace("FIRST", "DATA").replace("SECOND", "a")
+    monkeypatch.setitem(globals(), "TF", text + rest.partition("LAYOUT }\n")[2])
+    tensorflow(tmp_path)
+    plan = gq.plan(tmp_path / "model.pbtxt", rules=["prepare = ['not fold-batchnorm']\n", "tflite"])
+    pairs = {site.tensor.op for site in plan.sites}
+    assert pairs == {"x", "wi", "y"} if is_bias else {"x", "wi", "y", "c", "a"}
+
+
 def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
     """A Mul by what is no parameter is no part of a BatchNorm, and is not reported as one."""
     spelled_out(monkeypatch, "DATA", "x")
