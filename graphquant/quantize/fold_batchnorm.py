@@ -77,11 +77,11 @@ def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Paramete
     if not all(_reads_parameter(graph, use, parameters) for use in values):
         return None
     candidate = _candidate_before(model, graph, last, tuple(affine), values, start, parameters)
-    if isinstance(candidate, str):
+    # TensorFlow's layers have no bias of their own. A sum alone is one, unless it is that of a hard sigmoid: one value.
+    is_bias = last.kind == "add" and getattr(_parameter_value(graph, values[0], parameters), "ndim", 0) > 0
+    if isinstance(candidate, str) or not (len(affine) > 1 or (is_bias if model.traits.type_attrs else candidate.bias)):
         return None
-    # TensorFlow's ops have no bias of their own: a sum alone is one, but a product alone may be any scale.
-    has_bias = last.kind == "add" if model.traits.type_attrs else candidate.bias is not None
-    return candidate if has_bias or len(affine) > 1 else None
+    return candidate
 
 
 def _candidate_before(

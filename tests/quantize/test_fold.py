@@ -414,7 +414,8 @@ ADDED = 'node { name: "n" op: "AddV2" input: "FIRST" input: "SECOND" attr { key:
 
 @pytest.mark.parametrize("op", ["Conv2D", "DepthwiseConv2dNative"])
 @pytest.mark.parametrize(
-    ("shape", "is_bias"), [((2,), True), ((1, 1, 1, 2), True), ((), True), ((2, 1, 2), False), ((1, 1, 1, 1, 2), False)]
+    ("shape", "is_bias"),
+    [((2,), True), ((1, 1, 1, 2), True), ((1,), True), ((), False), ((2, 1, 2), False), ((1, 1, 1, 1, 2), False)],
 )
 @pytest.mark.parametrize("operands", [("DATA", "a"), ("a", "DATA")])
 @pytest.mark.parametrize("bias", [False, True])
@@ -433,7 +434,7 @@ def test_a_sum_of_tensorflow_is_a_bias(tmp_path, monkeypatch, op, shape, is_bias
         assert (nodes[adder].op, list(nodes[adder].input)) == ("BiasAdd", ["c", "c/bias_folded"])
         assert (list(nodes["c"].input), list(nodes["y"].input)) == (["x", "wi"], [adder])
         value = Parameters(folded).value(TensorRef("", "c/bias_folded"))
-        assert value.tolist() == [1.0 + 5.0 * bias, (2.0 if shape else 1.0) + 10.0 * bias]
+        assert value.tolist() == [1.0 + 5.0 * bias, (1.0 if shape == (1,) else 2.0) + 10.0 * bias]
 
 
 @pytest.mark.parametrize(("shape", "is_bias"), [((2,), True), ((2, 1, 2), False)])
