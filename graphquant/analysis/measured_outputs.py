@@ -28,7 +28,6 @@ from graphquant.ir import (
     TensorRef,
     Use,
     fixed_cache_size,
-    follow,
     follow_to_end,
     reachable,
 )
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds, InputSpec, Runner
     from graphquant.numerics import Array
 
+# A few uncertain samples cause most of the error behind them. The class stays, so the error of the scores counts.
 CLASSIFIER_KINDS = frozenset({"softmax", "log_softmax"})
-"""Kinds that turn scores into probabilities. A few uncertain samples cause most of the error behind them, although the
-class stays, so that without a bound the error of the scores counts."""
-PROBABILITY_PATH_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output
+MAX_LABEL_RANK = 2  # number of axes of labels of whole samples, which a sigmoid decides; masks and maps have more
+COPY_KINDS = RESHAPING_KINDS | QUANTIZATION_KINDS | {"identity"}  # kinds between a softmax and an output, for example
 
 SELECTING_TYPES = frozenset(
     {
@@ -54,17 +53,13 @@ PACKING_TYPES = frozenset({"ZipMap", "SplitToSequence", "SequenceConstruct", "Se
 """Op types whose output is no tensor."""
 
 
-def find_scores(model: Model, output: TensorRef | None) -> TensorRef | None:
-    """Find the input of the softmax that makes `output`, through reshapes, copies and Q/DQ pairs."""
+def _main_input(model: Model, tensor: TensorRef) -> TensorRef | None:
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, model.op(tensor).main_slot))
 
-    def source(tensor: TensorRef) -> TensorRef | None:
-        op = model.op(tensor)
-        return model.graphs[tensor.graph].source_of(Use(tensor.graph, op.name, op.main_slot))
 
-    for tensor in () if output is None else follow(output, source):
-        if (kind := model.op(tensor).kind) not in PROBABILITY_PATH_KINDS:
-            return source(tensor) if kind in CLASSIFIER_KINDS else None
-    return None
+def _original(model: Model, tensor: TensorRef) -> TensorRef:
+    """Return the tensor whose values `tensor` has behind reshapes, copies and Q/DQ pairs."""
+    return follow_to_end(tensor, lambda copy: _main_input(model, copy) if model.op(copy).kind in COPY_KINDS else None)
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
@@ -114,11 +109,16 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Array]:
-    """Return the scores from which a softmax makes `output`, of all runs; none if it does not, or they are hidden."""
-    tensor = find_scores(runner.model, runner.output_tensors.get(output))
-    if tensor is None or runner.unobservable([tensor]):
+    """Return the scores of all runs from which a softmax, or a sigmoid for whole samples, makes `output`, if any."""
+    if (tensor := runner.output_tensors.get(output)) is None:
         return []
-    return [value for values in runner.observe([tensor], feeds) for value in values[tensor]]
+    result = _original(runner.model, tensor)
+    kind, scores = runner.model.op(result).kind, _main_input(runner.model, result)
+    if kind not in CLASSIFIER_KINDS | {"sigmoid"} or scores is None or runner.unobservable([scores, tensor]):
+        return []
+    values = [*runner.observe([scores, tensor], feeds)]
+    is_label = all(value.ndim <= MAX_LABEL_RANK for run in values for value in run[tensor])
+    return [value for run in values for value in run[scores]] if kind in CLASSIFIER_KINDS or is_label else []
 
 
 def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
@@ -216,7 +216,7 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     """
     model = runner.model
     found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
-    if not any(_selects(op) for graph in model.graphs.values() for op in graph.ops()):
+    if not any(_selects(op) or _peak_ops(model, graph, op) for graph in model.graphs.values() for op in graph.ops()):
         return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
@@ -260,6 +260,7 @@ class _GraphSelections:
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
         self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
+        self._selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
@@ -300,6 +301,16 @@ def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
 
 
+def _peak_ops(model: Model, graph: Graph, op: Op) -> list[str]:
+    """Return the op and the max pool if it selects peaks, by comparing values with their maximum over a window."""
+    if not op.outputs or op.outputs[0].dtype != "bool":
+        return []
+    operands = {_original(model, tensor) for tensor in graph.slots(op.name) if tensor is not None}
+    pooled = {tensor: _main_input(model, tensor) for tensor in operands if model.op(tensor).kind == "max_pool"}
+    pools = [tensor.op for tensor, source in pooled.items() if source and _original(model, source) in operands]
+    return [op.name, *pools] if pools else []
+
+
 def _runs(model: Model, op: Op, condition: Callable[[Op], bool]) -> bool:
     """Return True if the condition holds for `op`, or for an op of the graphs that it runs."""
     graphs = model.graphs_reachable_from(call.graph for call in op.calls) if op.calls else ()
@@ -326,6 +337,7 @@ class OutputMeter:
         self._runner.free_session(only_large=False)
         return_freed_memory()
         self._scores: dict[str, list[Array]] = {}
+        self.sample_errors: list[float] = []  # squared errors of the worst output of the model that was measured last
         self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
 
     def worst_sqnr(self, quantized: Model) -> float:
@@ -345,8 +357,8 @@ class OutputMeter:
                         sums[name].add(value, outputs[quantized_name])
                         errors[name][number] = sums[name].error - before
         sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
+        worst = self.sample_errors = errors[min(sqnr, key=lambda name: sqnr[name])] if sqnr else []
         if self.feeds_by_error is self.feeds and sqnr:
-            worst = errors[min(sqnr, key=lambda name: sqnr[name])]
             order = sorted(range(len(worst)), key=lambda number: -worst[number])
             pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
             self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]

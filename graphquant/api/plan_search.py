@@ -246,19 +246,25 @@ class PlanSearch:
         """
         state, sqnr = chosen.workspace.state, validation.worst_sqnr
         is_chosen = bool(validation.bounds or self.inputs.settings.method)
-        if is_chosen or validation.target_sqnr is None or sqnr is None or sqnr >= MAX_CLIPPED_DB:
+        is_precise = validation.target_sqnr is None or sqnr is None or sqnr >= MAX_CLIPPED_DB
+        plan = None if is_chosen or is_precise else make_candidate_plans(state.model, state.plan).get(UNCLIPPED)
+        if plan is None or sqnr is None:
             return clipped
-        if (plan := make_candidate_plans(state.model, state.plan).get(UNCLIPPED)) is None:
-            return clipped
-        edited, measure = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter.worst_sqnr
+        edited, meter = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter
         # Algorithms, which run again only for a plan that gains enough, change little of it.
-        if measure(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+        if meter.worst_sqnr(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
         built = chosen.workspace.build(plan)
-        if (new_sqnr := measure(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
+        if (new_sqnr := meter.worst_sqnr(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
             return clipped
-        pairs = zip(state.plan.sites, plan.sites, strict=True)
-        changed = {site.tensor: UNCLIPPED for old, site in pairs if old != site}
+        # One uncertain sample may cause the gain. The others must not lose more than that without it.
+        new_errors, _ = meter.sample_errors, meter.worst_sqnr(chosen.built.model)
+        gains = [old - new for old, new in zip(meter.sample_errors, new_errors, strict=False)]
+        feeds = [feed for feed, gain in zip(meter.feeds, gains, strict=False) if gain < max(gains)]
+        others = OutputMeter(self.inputs.source, feeds or meter.feeds, DEFAULT_MIN_SQNR)
+        if others.worst_sqnr(chosen.built.model) - others.worst_sqnr(built.model) > new_sqnr - sqnr:
+            return clipped
+        changed = {new.tensor: UNCLIPPED for old, new in zip(state.plan.sites, plan.sites, strict=True) if old != new}
         step = RepairStep(change=RANGES, targets=tuple(map(str, changed)), sqnr=new_sqnr, kept=True)
         repair = RepairTrace(
             target_sqnr=DEFAULT_MIN_SQNR, requested=False, default_sqnr=sqnr, sqnr=new_sqnr, steps=(step,), plans=1

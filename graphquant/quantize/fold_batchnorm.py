@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MATRIX_RANK: Final = 2
 AFFINE_OPS: Final = {("Mul", "mul"), ("Add", "add"), ("AddV2", "add")}
 VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
+FoldedConstants = tuple["ScaledWeight | None", "Array"]  # the weight, None if a sum leaves it unchanged, and the bias
 
 
 class FoldCandidate(NamedTuple):
@@ -76,8 +77,10 @@ def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Paramete
     if not all(_reads_parameter(graph, use, parameters) for use in values):
         return None
     candidate = _candidate_before(model, graph, last, tuple(affine), values, start, parameters)
-    if isinstance(candidate, str) or (len(affine) == 1 and (candidate.bias is None or model.traits.type_attrs)):
-        return None  # TensorFlow's convolutions have no bias of their own, which an Add alone is then
+    # TensorFlow's layers have no bias of their own. A sum alone is one, unless it is that of a hard sigmoid: one value.
+    is_bias = last.kind == "add" and getattr(_parameter_value(graph, values[0], parameters), "ndim", 0) > 0
+    if isinstance(candidate, str) or not (len(affine) > 1 or (is_bias if model.traits.type_attrs else candidate.bias)):
+        return None
     return candidate
 
 
@@ -93,7 +96,7 @@ def _candidate_before(
     """Return the candidate whose normalization reads, at `start`, a product or a product plus a bias."""
     source, adder, bias = _sole_reader_source(graph, start), None, None
     if not isinstance(source, str):
-        bias = _added_bias(graph, source, parameters)
+        bias = _added_bias(model, graph, source, parameters)
         if bias is not None:
             adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
             source = _sole_reader_source(graph, Use(graph.name, source.name, data))
@@ -126,8 +129,8 @@ def _keeps_channels(graph: Graph, op: Op) -> bool:
     return channels[0] is not None and channels[0] == channels[1]
 
 
-def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
-    """Return the use that reads a bias in a BiasAdd, or in the sum of a matrix product and a known value."""
+def _added_bias(model: Model, graph: Graph, op: Op, parameters: Parameters) -> Use | None:
+    """Return the use that reads a bias in a BiasAdd, or in the sum of a known value and an op without a bias."""
     if op.kind == "bias_add":
         return Use(graph.name, op.name, 1)
     if op.kind != "add" or len(graph.slots(op.name)) != len(("product", "bias")) or _has_control_edges(graph, op.name):
@@ -136,7 +139,7 @@ def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
     product, bias = graph.source_of(Use(graph.name, op.name, data)), Use(graph.name, op.name, 1 - data)
     if product is None or product.graph != graph.name or not _reads_parameter(graph, bias, parameters):
         return None
-    return bias if graph.op(product.op).kind == "matmul" else None
+    return bias if graph.op(product.op).kind in (WEIGHTED_KINDS if model.traits.type_attrs else {"matmul"}) else None
 
 
 def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
@@ -227,7 +230,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
             if isinstance(candidate, FoldCandidate):
                 folded = _compute_fold(graph, candidate, parameters)
                 if not isinstance(folded, str):
-                    yield _apply_fold(model, candidate, *folded, parameters)
+                    yield _apply_fold(model, candidate, folded, parameters)
 
 
 def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
@@ -241,8 +244,8 @@ def remaining_batchnorms(model: Model) -> Iterator[Candidate]:
             yield graph, op, reason
 
 
-def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> tuple[ScaledWeight, Array] | str:
-    """Return the folded weight and bias, float32 (C,), or the reason why it is impossible."""
+def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> FoldedConstants | str:
+    """Return the folded weight, None for a sum alone, and the bias, float32 (C,), or the reason against the fold."""
     constants = [_parameter_value(graph, use, parameters) for use in candidate.values]
     values = [value for value in constants if value is not None]
     weight = _parameter_value(graph, candidate.weight, parameters)
@@ -271,7 +274,7 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
     scaled_weight = ScaledWeight(
         weight=weight, product=new_weight, factor=factor, product_shape=shapes[0], factor_shape=shapes[1]
     )
-    return scaled_weight, new_bias
+    return None if [op.kind for op in candidate.affine] == ["add"] else scaled_weight, new_bias
 
 
 def _affine_statistics(
@@ -285,13 +288,15 @@ def _affine_statistics(
         trailing_axes = len(shape) - 2 if shape is not None else _MAX_AXES
     zeros, ones = np.zeros(channels, np.float32), np.ones(channels, np.float32)
     operands = {"mul": ones, "add": zeros}
+    data = graph.slots(candidate.affine[0].name)[1 - candidate.values[0].slot]
+    rank = weight.ndim if data is None else len(graph.output(data).shape or weight.shape)
     for op, value in zip(candidate.affine, values, strict=True):
         axis = value.ndim - 1 - trailing_axes
-        if value.size == 1 and value.ndim <= weight.ndim:  # one value for all channels, as of a Rescaling layer
+        if value.size == 1 and value.ndim <= rank:  # one value for all channels, as of a Rescaling layer
             operands[op.kind] = np.repeat(value, channels)
         else:
             # A value that differs along other axes, or adds one, gets an axis more, so that its shape is refused.
-            is_channel = axis in {0, 1} if trailing_axes else axis >= 0
+            is_channel = axis in {0, 1} if trailing_axes else 0 <= axis < rank
             is_vector = is_channel and value.shape[axis : axis + 1] == (value.size,)
             operands[op.kind] = value.reshape(-1) if is_vector else value[None]
     return [operands["mul"], operands["add"], zeros, ones]
@@ -327,22 +332,20 @@ def _scale_output_channels(
     return product.astype(np.float32).reshape(weight.shape)
 
 
-def _apply_fold(
-    model: Model, candidate: FoldCandidate, scaled_weight: ScaledWeight, new_bias: Array, parameters: Parameters
-) -> Step:
+def _apply_fold(model: Model, candidate: FoldCandidate, folded: FoldedConstants, parameters: Parameters) -> Step:
     """Give the weighted op new constants, which no other reader of the old ones sees, and remove the BatchNorm."""
     graph, norm, weighted = model.graphs[candidate.weight.graph], candidate.norm, candidate.weighted
     uses = [candidate.weight, *([] if candidate.bias is None else [candidate.bias]), *candidate.values]
     stale = [tensor for tensor in map(graph.source_of, uses) if tensor is not None]
-    origin_ref = parameters.root_tensor(stale[0])
-    origin_op = model.op(origin_ref)
-    edits = RecordedEdits(model)
-    constant = _folded_constant(
-        graph, f"{weighted.name}/weight_folded", scaled_weight.product, _lazy_folded_weight(scaled_weight, origin_op)
-    )
-    if origin_op.kind == "constant":
-        edits.scaled_weights[origin_ref.graph, origin_ref.op] = constant.name, scaled_weight
-    edits.connect(candidate.weight, edits.add(graph, constant))
+    edits, (scaled_weight, new_bias) = RecordedEdits(model), folded
+    if scaled_weight is not None:
+        origin_ref = parameters.root_tensor(stale[0])
+        origin_op = model.op(origin_ref)
+        read = _lazy_folded_weight(scaled_weight, origin_op)
+        constant = _folded_constant(graph, f"{weighted.name}/weight_folded", scaled_weight.product, read)
+        if origin_op.kind == "constant":
+            edits.scaled_weights[origin_ref.graph, origin_ref.op] = constant.name, scaled_weight
+        edits.connect(candidate.weight, edits.add(graph, constant))
     bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", new_bias))
     if candidate.bias is not None:
         edits.connect(candidate.bias, bias_constant)

@@ -19,17 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from graphquant.ir import (
-    FUSED_PREFIX,
-    MATRIX_PRODUCT_KINDS,
-    RELU6_BOUNDS,
-    Graph,
-    Model,
-    Op,
-    Parameters,
-    TensorRef,
-    Use,
-)
+from graphquant.ir import FUSED_PREFIX, MATRIX_PRODUCT_KINDS, RELU6_BOUNDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq.family import FamilyArguments, FusedForm
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 from graphquant.quantize.preparation_undo import Candidate, OpEdits, Step

@@ -152,6 +152,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
         "k = mul(a, _); g = gate(k); y = mul(a, g)",
         "b = add(a, 3); r = relu6|clip(b); p = mul(a, r); y = mul|div(p, _)",
         "b = add(a, 3); m = max|min(b, _); r = max|min(m, _); p = mul(a, r); y = mul|div(p, _)",
+        "p = mul|div(a, _); b = add(a, 3); r = relu6|clip(b); y = mul(p, r)",
         "d = div|mul(a, _); e = erf(d); f = add(e, _); y = product(a, f, _)",
     ),
 }

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import graphquant as gq
-from graphquant.analysis.measured_outputs import OutputMeter, compared_outputs, with_selections
+from graphquant.analysis.measured_outputs import OutputMeter, compared_outputs, read_scores, with_selections
 from graphquant.formats import create_runner, shared_runner, shared_runners
 
 if TYPE_CHECKING:
@@ -66,6 +66,19 @@ OF_INPUT = """
   flat = Reshape(c1, all)
   picked = Gather(flat, rows)
 """
+PEAKS = """
+  shape = Constant<value = int64[4] {1,2,8,8}>()
+  map = Reshape(scores, shape)
+  highest = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(map)
+  same = COMPARISON
+  mask = Cast<to=1>(same)
+  peaks = Mul(map, mask)
+"""
+TOP_PEAKS = """
+  rows = Constant<value = int64[3] {1,2,-1}>()
+  listed = Reshape(peaks, rows)
+  v, i = TopK(listed, k)
+"""
 
 
 def save_detector(folder: Path, body: str, outputs: str) -> Path:
@@ -99,8 +112,15 @@ def save_detector(folder: Path, body: str, outputs: str) -> Path:
             ],
         ),
         (OF_INPUT, "float[n] picked", ["picked"]),
+        (PEAKS.replace("COMPARISON", "Equal(highest, map)"), "float[1,2,8,8] peaks", ["scores:0 before Equal"]),
+        (
+            PEAKS.replace("COMPARISON", "GreaterOrEqual(map, highest)") + TOP_PEAKS,
+            "float[1,2,5] v",
+            ["scores:0 before TopK"],
+        ),
+        (PEAKS.replace("COMPARISON", "Equal(map, map)"), "float[1,2,8,8] peaks", ["peaks"]),
     ],
-    ids=["suppression", "branch", "mask", "top-k", "two-stages", "by-input"],
+    ids=["suppression", "branch", "mask", "top-k", "two-stages", "by-input", "peaks", "top-peaks", "no-peaks"],
 )
 def test_compared_tensors(tmp_path: Path, body: str, outputs: str, compared: list[str]) -> None:
     """The tensors before a selection are compared, unless quantization cannot change the selection."""
@@ -112,6 +132,25 @@ def test_compared_tensors(tmp_path: Path, body: str, outputs: str, compared: lis
     figures = result.validation.comparison.outputs
     assert sorted(output.name for output in figures) == compared
     assert all(output.sqnr > 20 for output in figures)
+
+
+@pytest.mark.parametrize(
+    ("activation", "shape", "is_label"),
+    [("Sigmoid", "N,6", True), ("Sigmoid", "N,2,3", False), ("Softmax", "N,2,3", True)],
+)
+def test_scores_of_labels(activation: str, shape: str, is_label: bool) -> None:
+    """A sigmoid has scores if it decides about whole samples, and none if it makes a map; a softmax has them always."""
+    sizes = shape.replace("N", "-1")
+    text = f"""<ir_version: 8, opset_import: ["" : 17]> g (float[N,6] x) => (float[{shape}] y) {{
+      scores = Abs(x)
+      part = {activation}(scores)
+      s = Constant<value = int64[{len(shape.split(","))}] {{{sizes}}}>()
+      y = Reshape(part, s)
+    }}"""
+    runner = create_runner(gq.load(onnx.parser.parse_model(text)))
+    values = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
+    scores = read_scores(runner, "y", [{"x": values}])
+    assert [value.tolist() for value in scores] == ([np.abs(values).tolist()] if is_label else [])
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,26 @@ def test_ranges_that_clip_too_much(
         assert result.validation.worst_sqnr > 20
 
 
+@pytest.mark.parametrize(("loss", "is_taken"), [(1.4, True), (1.6, False)])
+def test_ranges_that_gain_by_one_sample(monkeypatch: pytest.MonkeyPatch, loss: float, is_taken: bool) -> None:
+    """Ranges without clipping gain 1.5 dB, by one sample alone. They are taken if the others lose less without it."""
+    data = {"data": str(MODELS / "digits_cnn_calib.npz")}
+    sqnr = gq.insert(MODELS / "digits_cnn.onnx", **data).validation.worst_sqnr
+    feeds: list[int] = []
+    # The model without clipping, without and with its own biases, and the default; then both without the sample.
+    results = iter([sqnr + 1.5, sqnr + 1.5, sqnr, sqnr + loss, sqnr])
+
+    def worst_sqnr(meter: repair.OutputMeter, _: object) -> float:
+        feeds.append(len(meter.feeds))
+        meter.sample_errors = [1.0 + (number == 7 and len(feeds) == 3) for number in range(len(meter.feeds))]
+        return next(results)
+
+    monkeypatch.setattr(plan_search, "MAX_CLIPPED_DB", math.inf)
+    monkeypatch.setattr(repair.OutputMeter, "worst_sqnr", worst_sqnr)
+    assert (gq.insert(MODELS / "digits_cnn.onnx", **data).search is not None) == is_taken
+    assert feeds == [20, 20, 20, 19, 19]
+
+
 def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path) -> None:
     """SmoothQuant is cheaper than float: it alone repairs the net, and all multiply-adds stay quantized."""
     plain = insert_net(outlier_net, min_sqnr="none")

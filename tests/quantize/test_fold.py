@@ -409,6 +409,46 @@ def test_multiply_add_of_keras_is_folded(tmp_path, monkeypatch, operands, bias):
     }
 
 
+ADDED = 'node { name: "n" op: "AddV2" input: "FIRST" input: "SECOND" attr { key: "T" value { type: DT_FLOAT } } }'
+
+
+@pytest.mark.parametrize("op", ["Conv2D", "DepthwiseConv2dNative"])
+@pytest.mark.parametrize(
+    ("shape", "is_bias"),
+    [((2,), True), ((1, 1, 1, 2), True), ((1,), True), ((), False), ((2, 1, 2), False), ((1, 1, 1, 1, 2), False)],
+)
+@pytest.mark.parametrize("operands", [("DATA", "a"), ("a", "DATA")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_sum_of_tensorflow_is_a_bias(tmp_path, monkeypatch, op, shape, is_bias, operands, bias):
+    """A convolution plus a value per channel, as in `conv2d(x, w) + b`, has a BiasAdd, and its weight as before."""
+    head, _, rest = TF.partition('node { name: "n"')
+    addend = const("a", shape, np.arange(1.0, 1.0 + np.prod(shape, dtype=int)))
+    text = head + addend + ADDED.replace("FIRST", operands[0]).replace("SECOND", operands[1])
+    monkeypatch.setitem(globals(), "TF", text + rest.partition("LAYOUT }\n")[2])
+    model = tensorflow(tmp_path, op=op, bias=bias)
+    folded, steps = prepare(model, FOLD)
+    assert [step.target for step in steps] == (["n"] if is_bias else [])
+    if is_bias:
+        nodes = {node.name: node for node in tf_emit(folded).node}
+        adder = "b" if bias else "n/bias_add"
+        assert (nodes[adder].op, list(nodes[adder].input)) == ("BiasAdd", ["c", "c/bias_folded"])
+        assert (list(nodes["c"].input), list(nodes["y"].input)) == (["x", "wi"], [adder])
+        value = Parameters(folded).value(TensorRef("", "c/bias_folded"))
+        assert value.tolist() == [1.0 + 5.0 * bias, (1.0 if shape == (1,) else 2.0) + 10.0 * bias]
+
+
+@pytest.mark.parametrize(("shape", "is_bias"), [((2,), True), ((2, 1, 2), False)])
+def test_a_sum_that_is_not_folded(tmp_path, monkeypatch, shape, is_bias):
+    """A sum with variables is not folded. TFLite's rules place no pair inside, and none on a value per channel."""
+    head, _, rest = TF.partition('node { name: "n"')
+    text = head + const("a", shape, np.ones(np.prod(shape))) + ADDED.replace("FIRST", "DATA").replace("SECOND", "a")
+    monkeypatch.setitem(globals(), "TF", text + rest.partition("LAYOUT }\n")[2])
+    tensorflow(tmp_path)
+    plan = gq.plan(tmp_path / "model.pbtxt", rules=["prepare = ['not fold-batchnorm']\n", "tflite"])
+    pairs = {site.tensor.op for site in plan.sites}
+    assert pairs == {"x", "wi", "y"} if is_bias else {"x", "wi", "y", "c", "a"}
+
+
 def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
     """A Mul by what is no parameter is no part of a BatchNorm, and is not reported as one."""
     spelled_out(monkeypatch, "DATA", "x")

@@ -192,6 +192,7 @@ CLIP = (
             "a = Add (x, three) m = Min (six, a) r = Max (zero, m) p = Mul (r, x) y = Mul (p, fifth)",
             ["a", "m", "p", "r", "y"],
         ),
+        ("p = Mul (x, fifth) a = Add (x, three) r = Clip (a, zero, six) y = Mul (p, r)", ["a", "p", "r", "y"]),
         ("m = Mul (x, fifth) a = Add (m, half) r = Clip (a, zero, one) y = Mul (x, r)", ["a", "m", "r", "y"]),
         ("p = Softplus (x) t = Tanh (p) y = Mul (x, t)", ["p", "t", "y"]),
         ("e = Exp (x) a = Add (e, one) p = Log (a) t = Tanh (p) y = Mul (t, x)", ["a", "e", "p", "t", "y"]),
@@ -205,6 +206,23 @@ CLIP = (
 def test_gated_activations(tmp_path, body, expected):
     """`gated(x)` is x times its own gate in all spellings, and no product with the gate of another tensor."""
     assert matched_ops(tmp_path, ["y = gated(a)"], body, CLIP) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "r = Clip (a, zero, six) g = Div (r, six) y = Mul (x, g)",
+        "m = Max (a, zero) r = Min (m, six) g = Mul (x, r) y = Div (g, six)",
+        "r = Clip (a, zero, six) g = Div (x, six) y = Mul (g, r)",
+        "m = Min (six, a) r = Max (m, zero) g = Mul (x, fifth) y = Mul (r, g)",
+    ],
+)
+def test_parts_of_a_hard_swish(tmp_path, body):
+    """The factor may scale the limited sum, the product, or the input first: all parts stay float in OpenVINO."""
+    text = f"{HEAD} g (float[1,4] i) => (float[1,4] z) <{CLIP}> {{ x = Neg (i) a = Add (x, three) {body} z = Neg (y) }}"
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    matches = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset(["openvino"])).matches()
+    assert {match.rule.rule.name for match in matches if match.tensor.op in {"x", "a", "r", "m", "g"}} == {"silu"}
 
 
 @pytest.mark.parametrize(
