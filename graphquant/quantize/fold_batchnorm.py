@@ -56,7 +56,7 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
         uses = (candidate.weight, *candidate.values, candidate.bias)
         tensors = [graph.source_of(use) for use in uses if use is not None]
         if any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None):
-            return VARIABLES_NOT_FOLDED
+            return None if len(candidate.affine) == 1 else VARIABLES_NOT_FOLDED  # a sum alone is no BatchNorm
     return candidate
 
 
@@ -101,6 +101,8 @@ def _candidate_before(
             adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
             source = _sole_reader_source(graph, Use(graph.name, source.name, data))
     while not isinstance(source, str) and model.traits.type_attrs and _keeps_channels(graph, source):
+        if len(graph.consumers(TensorRef(graph.name, source.name))) > 1:  # they would read the folded values
+            return f"{source.name} has other consumers, or is an output of the model"
         source = _sole_reader_source(graph, Use(graph.name, source.name, 0))
     if isinstance(source, str):
         return source

@@ -449,6 +449,23 @@ def test_a_sum_that_is_not_folded(tmp_path, monkeypatch, shape, is_bias):
     assert pairs == {"x", "wi", "y"} if is_bias else {"x", "wi", "y", "c", "a"}
 
 
+@pytest.mark.parametrize("norm", ["sum", "batchnorm"])
+def test_reshaped_layers_with_other_readers_are_not_folded(tmp_path, norm):
+    """Who else reads the Squeeze of a 1-D convolution, as a fetched output does, reads it without the sum or norm."""
+    tf = pytest.importorskip("tensorflow")
+    weight = tf.constant(np.ones((3, 4, 2), np.float32))
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 8, 4), name="x")
+        c = tf.nn.conv1d(x, weight.numpy(), 1, "SAME")
+        values = [np.full(2, value, np.float32) for value in (2, 1, 0.5, 3)]
+        normalized = tf.compat.v1.nn.fused_batch_norm(c[:, None], *values, is_training=False)[0]
+        tf.nn.relu(c + values[0] if norm == "sum" else normalized, name="y")
+        tf.nn.relu6(c, name="z")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def(add_shapes=True).SerializeToString())
+    _, steps = prepare(gq.load(tmp_path / "model.pb"), FOLD)
+    assert steps == ()
+
+
 def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
     """A Mul by what is no parameter is no part of a BatchNorm, and is not reported as one."""
     spelled_out(monkeypatch, "DATA", "x")
