@@ -361,10 +361,16 @@ def test_strip_restores_the_biases(tmp_path, net, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda text: text[1:], lambda text: text.replace("[4]", "[5]"), lambda text: text.replace('"c"', '"d"')]
+    "damage",
+    [
+        *(lambda text: text[1:], lambda text: text.replace("[4]", "[5]"), lambda text: text.replace('"c"', '"d"')),
+        *(lambda text: text.replace('"b", 0', '"b", 7'), lambda text: text.replace('"b"', '"y"')),  # port, cycle
+        *(lambda _: '[[["", "c", 1], null, [0], ""]]', lambda text: text.replace('"b"', '""')),  # weight, empty name
+        lambda _: "[]",  # as in files of versions that recorded none
+    ],
 )
 def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
-    """Biases keep their corrections if the metadata is damaged, and if the op is not in the model any more."""
+    """Biases keep their corrections, and the note says so, if the metadata does not fit the model."""
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
     path = image_model(tmp_path, *NETS["conv"])
     result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
@@ -372,7 +378,9 @@ def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
     (entry,) = [entry for entry in message.metadata_props if entry.key == "graphquant.biases"]
     entry.value = damage(entry.value)
     onnx.save(message, tmp_path / "damaged.onnx")
-    proof = prove_stripped(gq.strip(tmp_path / "damaged.onnx"), path)
+    stripped = gq.strip(tmp_path / "damaged.onnx")
+    assert [note for note in stripped.notes if "Weights and biases keep" in note]
+    proof = prove_stripped(stripped, path)
     assert [(change.kind, change.location) for change in proof.other_differences.changes] == [("weight", "b")]
 
 
