@@ -215,6 +215,7 @@ class _QuantizationRemover:
         Entries that are damaged, or do not fit a changed model, are ignored.
         """
         changed, restored, exact = self._changed, set[Use](), set[TensorRef | None]()
+        parameters = Parameters(changed)
         try:
             entries = type_adapter(tuple[OriginalBias, ...]).validate_json(self._provenance.get(BIASES_KEY, "[]"))
             values = [np.frombuffer(base64.b64decode(bias.values), "<f4").reshape(bias.shape) for bias in entries]
@@ -231,10 +232,13 @@ class _QuantizationRemover:
                 if not bias.op or not value.size:
                     continue
                 add_constant(home, bias.op, value, op_type="Initializer", rule="")
-            elif original is not None and (original.kind != "constant" or bias != TensorRef(home.name, original.name)):
-                continue  # a hostile file could make a cycle
-            elif original is not None and original.outputs[0].shape == shape:
-                home.replace_op(replace(original, read_value=value.view))
+            elif original is not None:
+                # A hostile file could make a cycle, or name an output that the op does not have.
+                is_computed = parameters.is_parameter(TensorRef(graph.name, use.op))
+                if is_computed or bias != TensorRef(home.name, original.name) or not parameters.is_parameter(bias):
+                    continue
+                if original.kind == "constant" and original.outputs[0].shape == shape:
+                    home.replace_op(replace(original, read_value=value.view))
             corrected = graph.slots(use.op)[use.slot]
             graph.set_source(use, bias)
             remove_unread_ops(changed, [corrected] if corrected is not None else [])

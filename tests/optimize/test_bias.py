@@ -343,15 +343,19 @@ def test_rounded_weights_of_bodies(samples, monkeypatch):
     assert applied == {"gptq", "bias-correction"}
 
 
-@pytest.mark.parametrize("net", [*NETS, "shared"])
+SHARING_NETS = {
+    "shared": "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)",
+    "reshaped": "k = Constant <value_ints = [-1]> ()\n r = Reshape (b, k)\n c = Conv (x, w, r)\n d = Conv (x, v, r)\n"
+    " y = Concat <axis = 1> (c, d)",
+}
+
+
+@pytest.mark.parametrize("net", [*NETS, *SHARING_NETS])
 def test_strip_restores_the_biases(tmp_path, net, monkeypatch):
     """Biases that were changed, copied for one of their readers or added are as before."""
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
-    shared = (
-        "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)",
-        {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)},
-    )
-    path = image_model(tmp_path, *(shared if net == "shared" else NETS[net]))
+    shapes = {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)}
+    path = image_model(tmp_path, *((SHARING_NETS[net], shapes) if net in SHARING_NETS else NETS[net]))
     result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
     assert any(entry.applied for entry in result.algorithm_results)
     stripped = gq.strip(result.save(tmp_path / "out.onnx"))
