@@ -116,9 +116,12 @@ def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Arr
     kind, scores = runner.model.op(result).kind, _main_input(runner.model, result)
     if kind not in CLASSIFIER_KINDS | {"sigmoid"} or scores is None or runner.unobservable([scores, tensor]):
         return []
-    values = [*runner.observe([scores, tensor], feeds)]
-    is_label = all(value.ndim <= MAX_LABEL_RANK for run in values for value in run[tensor])
-    return [value for run in values for value in run[scores]] if kind in CLASSIFIER_KINDS or is_label else []
+    values: list[Array] = []
+    for run in runner.observe([scores, tensor], feeds):
+        if kind not in CLASSIFIER_KINDS and any(value.ndim > MAX_LABEL_RANK for value in run[tensor]):
+            return []  # at once, because the maps of all runs may need much memory
+        values += run[scores]
+    return values
 
 
 def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
