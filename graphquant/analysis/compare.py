@@ -234,7 +234,8 @@ class ComparisonSamples(NamedTuple):
     labels: str = ""  # key of the labels in the dataset, or ""
     max_site_samples: int | None = None  # number of samples on which quantized tensors are measured, or None for all
     metric: Metric | None = None  # the user's metric
-    on_float_outputs: Callable[[Feeds, Mapping[str, Array]], object] = lambda _feed, _outputs: None  # for other uses
+    # Receives the inputs and outputs of each run of the float model, so that nobody needs to run it again.
+    on_float_outputs: Callable[[Feeds, Mapping[str, Array]], object] = lambda _feed, _outputs: None
 
 
 def compare_runners(

@@ -116,9 +116,12 @@ def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Arr
     kind, scores = runner.model.op(result).kind, _main_input(runner.model, result)
     if kind not in CLASSIFIER_KINDS | {"sigmoid"} or scores is None or runner.unobservable([scores, tensor]):
         return []
-    values = [*runner.observe([scores, tensor], feeds)]
-    is_label = all(value.ndim <= MAX_LABEL_RANK for run in values for value in run[tensor])
-    return [value for run in values for value in run[scores]] if kind in CLASSIFIER_KINDS or is_label else []
+    values: list[Array] = []
+    for run in runner.observe([scores, tensor], feeds):
+        if kind not in CLASSIFIER_KINDS and any(value.ndim > MAX_LABEL_RANK for value in run[tensor]):
+            return []  # at once, because the maps of all runs may need much memory
+        values += run[scores]
+    return values
 
 
 def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
@@ -337,7 +340,8 @@ class OutputMeter:
         self._runner.free_session(only_large=False)
         return_freed_memory()
         self._scores: dict[str, list[Array]] = {}
-        self.sample_errors: list[float] = []  # squared errors of the worst output of the model that was measured last
+        # Squared errors of samples by output, the worst output first, of the model that was measured last.
+        self.sample_errors: dict[str, list[float]] = {}
         self.feeds_by_error = self.feeds  # once a model was measured, the half with its largest errors comes first
 
     def worst_sqnr(self, quantized: Model) -> float:
@@ -357,8 +361,9 @@ class OutputMeter:
                         sums[name].add(value, outputs[quantized_name])
                         errors[name][number] = sums[name].error - before
         sqnr = {name: total.sqnr for name, total in sums.items() if total.count and not total.problem}
-        worst = self.sample_errors = errors[min(sqnr, key=lambda name: sqnr[name])] if sqnr else []
+        self.sample_errors = {name: errors[name] for name in sorted(sqnr, key=lambda name: sqnr[name])}
         if self.feeds_by_error is self.feeds and sqnr:
+            worst = next(iter(self.sample_errors.values()))
             order = sorted(range(len(worst)), key=lambda number: -worst[number])
             pairs = zip(order, order[len(order) // 4 :], strict=False)  # one of the largest errors, and one of the next
             self.feeds_by_error = [self.feeds[number] for number in dict.fromkeys([*chain(*pairs), *order])]

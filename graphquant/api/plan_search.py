@@ -259,9 +259,12 @@ class PlanSearch:
             return clipped
         # One uncertain sample may cause the gain. The others must not lose more than that without it.
         new_errors, _ = meter.sample_errors, meter.worst_sqnr(chosen.built.model)
-        gains = [old - new for old, new in zip(meter.sample_errors, new_errors, strict=False)]
+        pairs = ((errors, new_errors.get(name, errors)) for name, errors in meter.sample_errors.items())
+        gains = [old - new for old, new in zip(*next(pairs, ([], [])), strict=True)]  # in the worst output
         feeds = [feed for feed, gain in zip(meter.feeds, gains, strict=False) if gain < max(gains)]
-        others = OutputMeter(self.inputs.source, feeds or meter.feeds, DEFAULT_MIN_SQNR)
+        if not feeds:
+            return clipped
+        others = OutputMeter(self.inputs.source, feeds, DEFAULT_MIN_SQNR)
         if others.worst_sqnr(chosen.built.model) - others.worst_sqnr(built.model) > new_sqnr - sqnr:
             return clipped
         changed = {new.tensor: UNCLIPPED for old, new in zip(state.plan.sites, plan.sites, strict=True) if old != new}

@@ -19,12 +19,6 @@ from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.strip import strip_quantization
 from graphquant.utils import HtmlRepresentation
 
-LASTING_CHANGES = {
-    "steps": "The model keeps its preparation for quantization",
-    "algorithms": "Biases are as before optimization algorithms, and weights keep their changes",
-}
-"""Notes about recorded changes that remain in the model without its quantization."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StripResult(HtmlRepresentation):
@@ -89,7 +83,14 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
             else "no quantization ops from graphquant. --all also removes quantization ops of other tools."
         )
         raise UsageError(f"{source.path or 'The model'} has {missing}")
-    notes += [f"{text}: {provenance[key]}." for key, text in LASTING_CHANGES.items() if provenance.get(key)]
+    count = removed.restored_biases  # earlier versions recorded none
+    texts = {
+        "steps": "The model keeps its preparation for quantization",
+        "algorithms": f"Weights keep the changes of optimization algorithms, but biases do not ({count} restored)"
+        if count
+        else "Weights and biases keep the changes of optimization algorithms",
+    }
+    notes += [f"{text}: {provenance[key]}." for key, text in texts.items() if provenance.get(key)]
     if removed.replaced_arguments:
         weight_names = ", ".join(map(str, removed.replaced_arguments))
         notes.append(

@@ -56,7 +56,7 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
         uses = (candidate.weight, *candidate.values, candidate.bias)
         tensors = [graph.source_of(use) for use in uses if use is not None]
         if any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None):
-            return VARIABLES_NOT_FOLDED
+            return None if len(candidate.affine) == 1 else VARIABLES_NOT_FOLDED  # a sum alone is no BatchNorm
     return candidate
 
 
@@ -78,7 +78,7 @@ def _affine_candidate(model: Model, graph: Graph, last: Op, parameters: Paramete
         return None
     candidate = _candidate_before(model, graph, last, tuple(affine), values, start, parameters)
     # TensorFlow's layers have no bias of their own. A sum alone is one, unless it is that of a hard sigmoid: one value.
-    is_bias = last.kind == "add" and getattr(_parameter_value(graph, values[0], parameters), "ndim", 0) > 0
+    is_bias = last.kind == "add" and getattr(_parameter_value(graph, values[0], parameters), "size", 1) > 1
     if isinstance(candidate, str) or not (len(affine) > 1 or (is_bias if model.traits.type_attrs else candidate.bias)):
         return None
     return candidate
@@ -101,6 +101,8 @@ def _candidate_before(
             adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
             source = _sole_reader_source(graph, Use(graph.name, source.name, data))
     while not isinstance(source, str) and model.traits.type_attrs and _keeps_channels(graph, source):
+        if len(graph.consumers(TensorRef(graph.name, source.name))) > 1:  # they would read the folded values
+            return f"{source.name} has other consumers, or is an output of the model"
         source = _sole_reader_source(graph, Use(graph.name, source.name, 0))
     if isinstance(source, str):
         return source
@@ -352,9 +354,12 @@ def _apply_fold(model: Model, candidate: FoldCandidate, folded: FoldedConstants,
         result = TensorRef(graph.name, candidate.bias.op)
     else:
         product = TensorRef(graph.name, weighted.name)
-        result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [product, bias_constant])
         first, slot = (candidate.affine[0], 1 - candidate.values[0].slot) if candidate.affine else (norm, 0)
         end = graph.source_of(Use(graph.name, first.name, slot))
+        if end is not None and scaled_weight is None and graph.op(end.op).kind in {"squeeze", "reshape"}:
+            # A sum stays behind them, where TFLite fuses it and a Relu behind it.
+            product = end
+        result = edits.add(graph, _bias_add_op(model, graph, norm, weighted, product), [product, bias_constant])
         if end is not None and end != product:  # a bias precedes the last parts of a convolution
             (first_part,) = (use for use in graph.consumers(product) if use.op != result.op)
             edits.connect(first_part, result)
@@ -393,9 +398,9 @@ def _lazy_folded_weight(scaled_weight: ScaledWeight, origin_op: Op) -> Callable[
     return lambda: _scale_output_channels(read_weight(), factor, *shapes)
 
 
-def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
+def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op, product: TensorRef) -> Op:
     """Return an op that adds the bias. TensorFlow's BiasAdd accepts only two data formats."""
-    output = graph.output(TensorRef(graph.name, weighted.name))
+    output = graph.output(product)
     fields: dict[str, Any] = {"kind": "add", "type": "Add"}
     if model.traits.type_attrs:
         data_format = str(decode_text(weighted.attrs.get("data_format", "NHWC")))

@@ -58,6 +58,7 @@ class StrippedModel:
     weights: tuple[tuple[TensorRef, QParams], ...]
     remaining: tuple[tuple[TensorRef, str], ...]  # quantization ops that could not be removed, with the reason
     replaced_arguments: tuple[TensorRef, ...]  # function arguments that were replaced by a constant in the function
+    restored_biases: int  # number of ops that read their bias from before bias correction again
 
 
 @paused_gc()
@@ -117,7 +118,7 @@ class _QuantizationRemover:
                 removed.append(scale)
         original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
         remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
-        self._restore_biases()
+        restored_biases = self._restore_biases()
         self._remove_leftovers()
         check_invariants(changed, "strip")
         return StrippedModel(
@@ -126,6 +127,7 @@ class _QuantizationRemover:
             weights=tuple(self._floats.values()),
             remaining=tuple(self._remaining.items()),
             replaced_arguments=tuple(self._replaced_arguments),
+            restored_biases=restored_biases,
         )
 
     def _is_removable(self, op: Op) -> bool:
@@ -207,29 +209,43 @@ class _QuantizationRemover:
             graph = self._model.graphs[graph.parent[0]]
         return graph.name, name.removeprefix(f"{graph.name}/") if graph.name else name
 
-    def _restore_biases(self) -> None:
-        """Let ops read their original biases. Entries that are damaged, or do not fit a changed model, are ignored."""
-        changed = self._changed
+    def _restore_biases(self) -> int:
+        """Let ops read their original biases, and return their number.
+
+        Entries that are damaged, or do not fit a changed model, are ignored.
+        """
+        changed, restored, exact = self._changed, set[Use](), set[TensorRef | None]()
+        parameters = Parameters(changed)
         try:
             entries = type_adapter(tuple[OriginalBias, ...]).validate_json(self._provenance.get(BIASES_KEY, "[]"))
             values = [np.frombuffer(base64.b64decode(bias.values), "<f4").reshape(bias.shape) for bias in entries]
         except ValueError:  # also of pydantic
-            return
+            return 0
         for (use, bias, shape, _), value in zip(entries, values, strict=True):
             graph, home = (changed.graphs.get(ref.graph) for ref in (use, bias or use))
             if graph is None or home is None or use.op not in graph or not 0 <= use.slot < len(graph.slots(use.op)):
                 continue
-            if bias is not None and bias.op in home and home.op(bias.op).outputs[0].shape == shape:
-                home.replace_op(replace(home.op(bias.op), read_value=value.view))
-            elif bias is not None and bias.op not in home and value.size:
-                add_constant(home, bias.op, value, op_type="Initializer", rule="")
-            elif bias is not None and bias.op not in home:
+            original = None if bias is None or bias.op not in home else home.op(bias.op)
+            if bias is None and graph.op(use.op).role(use.slot) != "bias":
                 continue
+            if original is None and bias is not None:
+                if not bias.op or not value.size:
+                    continue
+                add_constant(home, bias.op, value, op_type="Initializer", rule="")
+            elif original is not None:
+                # A hostile file could make a cycle, or name an output that the op does not have.
+                is_computed = parameters.is_parameter(TensorRef(graph.name, use.op))
+                if is_computed or bias != TensorRef(home.name, original.name) or not parameters.is_parameter(bias):
+                    continue
+                if original.kind == "constant" and original.outputs[0].shape == shape:
+                    home.replace_op(replace(original, read_value=value.view))
             corrected = graph.slots(use.op)[use.slot]
             graph.set_source(use, bias)
             remove_unread_ops(changed, [corrected] if corrected is not None else [])
-            exact = {bias, corrected}
-            self._floats = {key: entry for key, entry in self._floats.items() if entry[0] not in exact}
+            exact.update({bias, corrected})
+            restored.add(use)
+        self._floats = {key: entry for key, entry in self._floats.items() if entry[0] not in exact}
+        return len(restored)
 
     def _remove_leftovers(self) -> None:
         """Remove auxiliary ops: variables of learned ranges and their initializers."""

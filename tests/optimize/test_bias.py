@@ -343,15 +343,19 @@ def test_rounded_weights_of_bodies(samples, monkeypatch):
     assert applied == {"gptq", "bias-correction"}
 
 
-@pytest.mark.parametrize("net", [*NETS, "shared"])
+SHARING_NETS = {
+    "shared": "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)",
+    "reshaped": "k = Constant <value_ints = [-1]> ()\n r = Reshape (b, k)\n c = Conv (x, w, r)\n d = Conv (x, v, r)\n"
+    " y = Concat <axis = 1> (c, d)",
+}
+
+
+@pytest.mark.parametrize("net", [*NETS, *SHARING_NETS])
 def test_strip_restores_the_biases(tmp_path, net, monkeypatch):
     """Biases that were changed, copied for one of their readers or added are as before."""
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
-    shared = (
-        "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)",
-        {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)},
-    )
-    path = image_model(tmp_path, *(shared if net == "shared" else NETS[net]))
+    shapes = {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)}
+    path = image_model(tmp_path, *((SHARING_NETS[net], shapes) if net in SHARING_NETS else NETS[net]))
     result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
     assert any(entry.applied for entry in result.algorithm_results)
     stripped = gq.strip(result.save(tmp_path / "out.onnx"))
@@ -361,10 +365,16 @@ def test_strip_restores_the_biases(tmp_path, net, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda text: text[1:], lambda text: text.replace("[4]", "[5]"), lambda text: text.replace('"c"', '"d"')]
+    "damage",
+    [
+        *(lambda text: text[1:], lambda text: text.replace("[4]", "[5]"), lambda text: text.replace('"c"', '"d"')),
+        *(lambda text: text.replace('"b", 0', '"b", 7'), lambda text: text.replace('"b"', '"y"')),  # port, cycle
+        *(lambda _: '[[["", "c", 1], null, [0], ""]]', lambda text: text.replace('"b"', '""')),  # weight, empty name
+        lambda _: "[]",  # as in files of versions that recorded none
+    ],
 )
 def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
-    """Biases keep their corrections if the metadata is damaged, and if the op is not in the model any more."""
+    """Biases keep their corrections, and the note says so, if the metadata does not fit the model."""
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
     path = image_model(tmp_path, *NETS["conv"])
     result = gq.insert(path, rules=["qnn"], data=str(tmp_path / "data.npz"), min_sqnr="none")
@@ -372,7 +382,9 @@ def test_strip_ignores_damaged_biases(tmp_path, damage, monkeypatch):
     (entry,) = [entry for entry in message.metadata_props if entry.key == "graphquant.biases"]
     entry.value = damage(entry.value)
     onnx.save(message, tmp_path / "damaged.onnx")
-    proof = prove_stripped(gq.strip(tmp_path / "damaged.onnx"), path)
+    stripped = gq.strip(tmp_path / "damaged.onnx")
+    assert [note for note in stripped.notes if "Weights and biases keep" in note]
+    proof = prove_stripped(stripped, path)
     assert [(change.kind, change.location) for change in proof.other_differences.changes] == [("weight", "b")]
 
 

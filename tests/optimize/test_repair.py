@@ -30,6 +30,7 @@ from graphquant.visualize.json_export import InsertResult
 
 if TYPE_CHECKING:
     from graphquant.api.result import Result
+    from graphquant.formats import Feeds
 
 MODELS = Path(__file__).parents[2] / "sample_models"
 NO_SCALING = ("not smoothquant", "not cross-layer-equalization")
@@ -70,7 +71,14 @@ def test_ranges_that_clip_too_much(
     assert default.search is None
     sqnr = default.validation.worst_sqnr
     monkeypatch.setattr(plan_search, "MAX_CLIPPED_DB", math.inf)
-    monkeypatch.setattr(repair.OutputMeter, "worst_sqnr", lambda *_: sqnr + gain)
+    meters: list[repair.OutputMeter] = []
+
+    def worst_sqnr(meter: repair.OutputMeter, _: object) -> float:
+        meters.append(meter)  # the default plan is measured last, and its errors are larger
+        meter.sample_errors = {"y": [float(number * len(meters)) for number in range(len(meter.feeds))]}
+        return sqnr + gain
+
+    monkeypatch.setattr(repair.OutputMeter, "worst_sqnr", worst_sqnr)
     result = insert(**options)
     assert (result.search is not None) == is_taken
     if is_taken:
@@ -87,19 +95,23 @@ def test_ranges_that_gain_by_one_sample(monkeypatch: pytest.MonkeyPatch, loss: f
     """Ranges without clipping gain 1.5 dB, by one sample alone. They are taken if the others lose less without it."""
     data = {"data": str(MODELS / "digits_cnn_calib.npz")}
     sqnr = gq.insert(MODELS / "digits_cnn.onnx", **data).validation.worst_sqnr
-    feeds: list[int] = []
+    feeds: list[list[Feeds]] = []
     # The model without clipping, without and with its own biases, and the default; then both without the sample.
     results = iter([sqnr + 1.5, sqnr + 1.5, sqnr, sqnr + loss, sqnr])
 
     def worst_sqnr(meter: repair.OutputMeter, _: object) -> float:
-        feeds.append(len(meter.feeds))
-        meter.sample_errors = [1.0 + (number == 7 and len(feeds) == 3) for number in range(len(meter.feeds))]
+        feeds.append(meter.feeds)
+        numbers, is_default = range(len(meter.feeds)), len(feeds) == len(("without", "own biases", "default"))
+        # Another output may be the worst one without clipping. Its errors say nothing of the gain.
+        worst = {} if is_default else {"other": [9.0 * (number == 3) for number in numbers]}
+        meter.sample_errors = worst | {"y": [1.0 + (number == 7 and is_default) for number in numbers]}
         return next(results)
 
     monkeypatch.setattr(plan_search, "MAX_CLIPPED_DB", math.inf)
     monkeypatch.setattr(repair.OutputMeter, "worst_sqnr", worst_sqnr)
     assert (gq.insert(MODELS / "digits_cnn.onnx", **data).search is not None) == is_taken
-    assert feeds == [20, 20, 20, 19, 19]
+    assert [len(samples) for samples in feeds] == [20, 20, 20, 19, 19]
+    assert feeds[-1] == [*feeds[0][:7], *feeds[0][8:]]
 
 
 def test_outlier_channels_are_scaled_before_anything_is_float(outlier_net: Path) -> None:

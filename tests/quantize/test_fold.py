@@ -415,7 +415,7 @@ ADDED = 'node { name: "n" op: "AddV2" input: "FIRST" input: "SECOND" attr { key:
 @pytest.mark.parametrize("op", ["Conv2D", "DepthwiseConv2dNative"])
 @pytest.mark.parametrize(
     ("shape", "is_bias"),
-    [((2,), True), ((1, 1, 1, 2), True), ((1,), True), ((), False), ((2, 1, 2), False), ((1, 1, 1, 1, 2), False)],
+    [((2,), True), ((1, 1, 1, 2), True), ((1,), False), ((), False), ((2, 1, 2), False), ((1, 1, 1, 1, 2), False)],
 )
 @pytest.mark.parametrize("operands", [("DATA", "a"), ("a", "DATA")])
 @pytest.mark.parametrize("bias", [False, True])
@@ -434,7 +434,7 @@ def test_a_sum_of_tensorflow_is_a_bias(tmp_path, monkeypatch, op, shape, is_bias
         assert (nodes[adder].op, list(nodes[adder].input)) == ("BiasAdd", ["c", "c/bias_folded"])
         assert (list(nodes["c"].input), list(nodes["y"].input)) == (["x", "wi"], [adder])
         value = Parameters(folded).value(TensorRef("", "c/bias_folded"))
-        assert value.tolist() == [1.0 + 5.0 * bias, (1.0 if shape == (1,) else 2.0) + 10.0 * bias]
+        assert value.tolist() == [1.0 + 5.0 * bias, 2.0 + 10.0 * bias]
 
 
 @pytest.mark.parametrize(("shape", "is_bias"), [((2,), True), ((2, 1, 2), False)])
@@ -447,6 +447,39 @@ def test_a_sum_that_is_not_folded(tmp_path, monkeypatch, shape, is_bias):
     plan = gq.plan(tmp_path / "model.pbtxt", rules=["prepare = ['not fold-batchnorm']\n", "tflite"])
     pairs = {site.tensor.op for site in plan.sites}
     assert pairs == {"x", "wi", "y"} if is_bias else {"x", "wi", "y", "c", "a"}
+
+
+def test_a_sum_behind_a_reshaped_layer_stays_behind_it(tmp_path):
+    """TFLite fuses a Relu into a convolution if its bias is behind the Squeeze, and only the Relu has a pair."""
+    tf = pytest.importorskip("tensorflow")
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 8, 4), name="x")
+        c = tf.nn.conv1d(x, np.ones((3, 4, 2), np.float32), 1, "SAME", name="c")
+        tf.nn.relu(tf.add(c, np.float32([2, 3]), name="n"), name="y")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def(add_shapes=True).SerializeToString())
+    folded, _ = prepare(gq.load(tmp_path / "model.pb"), FOLD)
+    nodes = {node.name: node for node in tf_emit(folded).node}
+    assert nodes["n/bias_add"].input[0] == "c/Squeeze"
+    assert folded.output(TensorRef("", "n/bias_add")).shape == (2, 8, 2)
+    pairs = {site.tensor.op for site in gq.plan(tmp_path / "model.pb", rules="tflite").sites}
+    assert pairs == {"c/ExpandDims", "c/ExpandDims_1", "y"}
+
+
+@pytest.mark.parametrize("norm", ["sum", "batchnorm"])
+def test_reshaped_layers_with_other_readers_are_not_folded(tmp_path, norm):
+    """Who else reads the Squeeze of a 1-D convolution, as a fetched output does, reads it without the sum or norm."""
+    tf = pytest.importorskip("tensorflow")
+    weight = tf.constant(np.ones((3, 4, 2), np.float32))
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, (2, 8, 4), name="x")
+        c = tf.nn.conv1d(x, weight.numpy(), 1, "SAME")
+        values = [np.full(2, value, np.float32) for value in (2, 1, 0.5, 3)]
+        normalized = tf.compat.v1.nn.fused_batch_norm(c[:, None], *values, is_training=False)[0]
+        tf.nn.relu(c + values[0] if norm == "sum" else normalized, name="y")
+        tf.nn.relu6(c, name="z")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def(add_shapes=True).SerializeToString())
+    _, steps = prepare(gq.load(tmp_path / "model.pb"), FOLD)
+    assert steps == ()
 
 
 def test_products_of_data_are_not_folded(tmp_path, monkeypatch):

@@ -86,6 +86,12 @@ NOISE_CORRELATION = 0.3, 1.5
 
 The expectation is exactly 1 then. Speech has 6 to 34, features 35 to 126, images 17 and more."""
 
+NOISE_DEVIATIONS = 5  # number of standard deviations by which that of random values may exceed 1
+POINT_AXES, MAX_COORDINATES = (
+    2,
+    6,
+)  # points, whose order is random, have up to three coordinates and a normal or a color
+
 MIN_UNORDERED_SAMPLES = 16  # number of samples, except images, from which their correlations are compared
 MIN_LEVELS = 8  # number of different values in a sample below which correlations say little, as in one-hot vectors
 
@@ -224,9 +230,14 @@ class _InputStats:
         are_floats = self.is_float and len(samples) >= MIN_UNORDERED_SAMPLES  # indices have no order
         if not (are_floats or len(self.shape or ()) == IMAGE_AXES) or _distinct_count(samples[0]) < MIN_LEVELS:
             return False
+        axes = [size or math.inf for size in (self.shape or ())[1:] if size != 1]  # None if the number of points varies
+        if len(axes) == POINT_AXES and min(axes) <= MAX_COORDINATES:
+            return False
         # Not `samples @ samples.T`: threads of BLAS wait for each other longer than one takes.
         squares = np.square(np.einsum("ik,jk->ij", samples, samples))[np.triu_indices(len(samples), 1)]
-        return bool(NOISE_CORRELATION[0] < squares.mean() * (samples.shape[1] - 1) < NOISE_CORRELATION[1])
+        # A squared correlation has the variance 2 relative to its expectation. Columns of a table may have little more.
+        limit = min(NOISE_CORRELATION[1], 1 + NOISE_DEVIATIONS * math.sqrt(2 / squares.size))
+        return bool(NOISE_CORRELATION[0] < squares.mean() * (samples.shape[1] - 1) < limit)
 
     @property
     def negated_pixels(self) -> bool:

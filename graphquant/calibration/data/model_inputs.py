@@ -212,11 +212,13 @@ def _stored_scale(
             normalized = _stored_scale(model, parameters, following, current, TensorRef(uses[0].graph, uses[0].op))
             offset = None if bias is None else bias.reshape(-1)
             return None if normalized is None else replace(normalized, offset=offset)
+        if following.kind == "instancenorm":  # it takes a bias away, so that training may leave it at any size
+            return None
         if following.kind == "output":  # the biases of a regression have the unit of the output
             bias = None
         elif bias is None and following.kind in BIAS_ADD_KINDS:
             bias = _stored_value(model, parameters, _require_source(model, uses[0]._replace(slot=1 - uses[0].slot)))
-        if bias is not None or following.kind not in PASSING_KINDS:
+        if following.kind not in PASSING_KINDS:
             break
         current = TensorRef(uses[0].graph, uses[0].op)
     if bias is None or not bias.any() or bias.size == 1 or bias.size != max(bias.shape):

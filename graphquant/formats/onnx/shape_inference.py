@@ -243,6 +243,7 @@ def infer_types(message: Any, folder: Path | None = None) -> Any:
         ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions
     )
     _copy_graph_stripped(message.graph, weightless.graph, folder)
+    _clear_negative_sizes(weightless)
     typed_message = _infer_message_types(weightless)
     if weightless.functions:
         with suppress(*INFERENCE_ERRORS):  # otherwise values in functions have no types
@@ -545,9 +546,6 @@ def _copy_graph_stripped(source: Any, target: Any, folder: Path | None) -> None:
     target.name = source.name
     for field in ("input", "output", "value_info", "sparse_initializer"):
         getattr(target, field).extend(getattr(source, field))
-    infos = (*target.input, *target.output, *target.value_info)
-    for dim in [dim for info in infos for dim in info.type.tensor_type.shape.dim if dim.dim_value < 0]:
-        dim.ClearField("dim_value")  # onnx ends the process if a Slice reads such a tensor
     for node in source.node:
         copy = target.node.add()
         if not any(attr.type in _BULKY_TYPES for attr in node.attribute):
@@ -568,6 +566,24 @@ def _copy_graph_stripped(source: Any, target: Any, folder: Path | None) -> None:
                 _copy_graph_stripped(attr.g, attr_copy.g, folder)
     for tensor in source.initializer:
         _copy_tensor_stripped(tensor, target.initializer.add(), folder)
+
+
+def _clear_negative_sizes(message: Any) -> None:
+    """Make negative dimensions unknown in all types of a ModelProto. onnx ends the process if a Slice reads one."""
+    graphs = [graph for root in (message.graph, *message.functions) for graph in nested_graphs(root)]
+    types = [info.type for graph in graphs for info in graph.value_info]
+    for graph in graphs:
+        if isinstance(graph, GraphProto):  # inputs and outputs of a function have no types of their own
+            types += [info.type for info in (*graph.input, *graph.output)]
+    while types:
+        value_type = types.pop()
+        kind = value_type.WhichOneof("value")
+        if kind in {"sequence_type", "optional_type"}:
+            types.append(getattr(value_type, kind).elem_type)
+        elif kind in {"tensor_type", "sparse_tensor_type"}:
+            for dim in getattr(value_type, kind).shape.dim:
+                if dim.dim_value < 0:
+                    dim.ClearField("dim_value")
 
 
 def _copy_tensor_stripped(source: Any, target: Any, folder: Path | None) -> None:

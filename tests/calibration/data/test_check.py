@@ -157,8 +157,15 @@ def test_values_in_random_order(check_arrays, seed: int, count: int, size: int, 
 
 
 def test_values_without_order_that_are_right(check_arrays, tmp_path) -> None:
-    """Categories and integers need no order."""
+    """Categories, integers and points need no order, and columns of a table may hardly depend on each other."""
     rng = np.random.default_rng(4)
+    points = rng.normal(size=(40, 500, 3)).astype(np.float32)
+    points /= np.linalg.norm(points, axis=2, keepdims=True)
+    assert kinds(check_arrays(points, None, 500, 3)) == []
+    assert kinds(check_arrays(points.swapaxes(1, 2)[..., None], None, 3, 500, 1)) == []
+    # Components of a principal component analysis, whose deviations differ.
+    columns = (rng.standard_t(4, size=(40, 28)) * np.linspace(2, 0.3, 28)).astype(np.float32)
+    assert kinds(check_arrays(columns, None, 28)) == []
     assert kinds(check_arrays(np.eye(64, dtype=np.float32)[rng.integers(0, 64, 40)], None, 64)) == []
     ids = rng.integers(0, 1000, (40, 64))
     assert kinds(check_arrays(ids, None, 64, dtype="int64")) == []
@@ -378,6 +385,21 @@ def test_scales_far_beyond_biases(samples) -> None:
     images = calibration_images(samples)
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         assert model_findings(samples / name, image=digits_for(name, images) * 1e6) == ["scale"]
+
+
+@pytest.mark.parametrize(
+    "between", ["n = InstanceNormalization(c, s, z)", "r = Reshape(c, k) n = InstanceNormalization(r, s, z)"]
+)
+def test_biases_that_a_norm_takes_away(tmp_path, between: str) -> None:
+    """Biases before an InstanceNormalization may have any size, and so say nothing of the scale."""
+    rng = np.random.default_rng(5)
+    arrays = {"w": rng.normal(size=(4, 3, 3, 3)), "b": np.full(4, 1e-9), "s": np.ones(4), "z": np.zeros(4)}
+    nodes = f"k = Constant<value_ints=[0, 4, -1]>() c = Conv(image, w, b) {between} y = Relu(n)"
+    text = f"g (float[n, 3, 20, 20] image) => (float y) {{ {nodes} }}"
+    model = onnx_model(text, {name: value.astype(np.float32) for name, value in arrays.items()})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, tmp_path / "model.onnx")
+    assert model_findings(tmp_path / "model.onnx", image=smooth_images()) == []
 
 
 def test_scales_that_no_pixel_has(tmp_path) -> None:

@@ -226,3 +226,28 @@ def test_negative_dimensions_are_unknown(tmp_path: Path, size: int) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     loaded = gq.load(tmp_path / "model.onnx")
     assert loaded.output(gq.TensorRef("", "x")).shape == (None, 2)
+
+
+@pytest.mark.parametrize("place", ["sequence", "function"])
+def test_negative_dimensions_of_other_types_are_unknown(tmp_path: Path, place: str) -> None:
+    """Elements of sequences and values in functions may have a dimension of -1, too."""
+    constants = {name: np.array([value]) for name, value in {"starts": 0, "ends": 1, "axes": 0}.items()}
+    head = "s = SequenceConstruct(x) i = Constant<value_int=0>() t = SequenceAt(s, i)"
+    text = f"g (float[n, 2] x) => (float[n, 2] y) {{ {head} y = Slice(t, starts, ends, axes) }}"
+    model = onnx_model(text, constants)
+    if place == "sequence":
+        element = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [-1, 2])
+        info = onnx.helper.make_value_info("s", onnx.helper.make_sequence_type_proto(element))
+        model.graph.value_info.append(info)
+    else:
+        names = ["x", *constants]
+        nodes = onnx.parser.parse_graph("f () => () { t = Relu(x) y = Slice(t, starts, ends, axes) }").node
+        function = onnx.helper.make_function("local", "f", names, ["y"], nodes, model.opset_import)
+        function.value_info.append(onnx.helper.make_tensor_value_info("t", onnx.TensorProto.FLOAT, [-1, 2]))
+        model.functions.append(function)
+        del model.graph.node[:]
+        model.graph.node.append(onnx.helper.make_node("f", names, ["y"], domain="local"))
+        model.opset_import.append(onnx.helper.make_opsetid("local", 1))
+    onnx.save(model, tmp_path / "model.onnx")
+    loaded = gq.load(tmp_path / "model.onnx")
+    assert loaded.output(gq.TensorRef("", "y")).shape is not None
