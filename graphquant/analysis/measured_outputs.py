@@ -216,7 +216,7 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     """
     model = runner.model
     found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
-    if not any(_selects(op) or _peak_ops(model, graph, op) for graph in model.graphs.values() for op in graph.ops()):
+    if not any(_selecting_ops(model, graph) for graph in model.graphs.values()):
         return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
@@ -259,8 +259,7 @@ class _GraphSelections:
 
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
-        self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
-        self._selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
+        self._selecting = _selecting_ops(model, graph)
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
@@ -276,7 +275,8 @@ class _GraphSelections:
             region = reachable([output.op], lambda name: [p for p in graph.predecessors(name) if p in self._selected])
         reasons = {graph.op(name).type: graph.op(name).kind for name in region if name in self._selecting}
         following, is_ranking = len(self._multiplying.intersection(region)), {*reasons.values()} == {"top_k"}
-        if 2 * following > len(self._multiplying) or (following and is_ranking):
+        is_label = {*reasons.values()} == {"arg_max"} and self._model.output(output).dtype not in FLOAT_TYPES
+        if 2 * following > len(self._multiplying) or (following and is_ranking) or is_label:
             return {}
         found = dict[TensorRef, tuple[str, Selection]]()
         for name in region:
@@ -299,6 +299,25 @@ class _GraphSelections:
 
 def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
+
+
+def _selecting_ops(model: Model, graph: Graph) -> set[str]:
+    """Return the ops that select by their values, or that compute indices of rows from them."""
+    selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
+    selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
+    largest = {op.name for op in graph.ops() if op.kind == "arg_max"}
+    return selecting | {name for name in largest if _reaches_indices(graph, name)}
+
+
+def _reaches_indices(graph: Graph, name: str) -> bool:
+    """Return True if the values of an op become indices of another, and not only a label."""
+
+    def readers_of_values(source: str) -> Iterable[str]:
+        return () if graph.op(source).kind == "shape" else graph.successors(source)
+
+    reached = {*reachable([name], readers_of_values)}
+    slots = ((op, slot, tensor) for op in map(graph.op, reached) for slot, tensor in enumerate(graph.slots(op.name)))
+    return any(tensor is not None and tensor.op in reached and op.role(slot) == "indices" for op, slot, tensor in slots)
 
 
 def _peak_ops(model: Model, graph: Graph, op: Op) -> list[str]:
