@@ -19,6 +19,7 @@ from graphquant.calibration.batch_independence import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
 from graphquant.formats.onnx import create_runner
+from graphquant.ir import TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.sensitivity import (
     GroupSwitches,
@@ -339,6 +340,35 @@ def test_groups_of_quantizations(made: Callable[[str], gq.Result], samples: Path
     assert (switches.groups, switches.runs) == ({0, 1}, 3 * len(feeds))
     assert switches.error([1, 0]) == whole
     assert switches.runs == 3 * len(feeds)
+
+
+@pytest.mark.parametrize(
+    ("activation", "shape", "is_label"), [("Softmax", "N,4", 1), ("Sigmoid", "N,4", 1), ("Sigmoid", "N,2,2", 0)]
+)
+def test_scores_of_labels_in_place_of_probabilities(activation: str, shape: str, is_label: int) -> None:
+    """The error of labels is that of their scores, if it is less, and that of a map its own."""
+    sizes = shape.replace("N", "-1")
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[N,4] x) => (float[{shape}] y)
+      <float[4,4] w, int64[{len(shape.split(","))}] s = {{{sizes}}}>
+      {{ a = Relu(x) scores = MatMul(a, w) p = {activation}(scores) y = Reshape(p, s) }}""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(-4, 4, (4, 4)).astype(np.float32), "w"))
+    x = rng.normal(size=(32, 4)).astype(np.float32)
+    result = gq.insert(gq.load(model), data={"x": x}, rules="generic", min_sqnr="none")
+    sites = match_sites(result.source, result.model)
+    groups = [[(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]]
+    probabilities, either = (
+        GroupSwitches(result.model, sites, groups, [{"x": x}], len(x), with_scores=with_scores).error([0])
+        for with_scores in (False, True)
+    )
+    values = [
+        next(iter(create_runner(net).observe([TensorRef("", op, 0)], [{"x": x}])))[TensorRef("", op, 0)][0]
+        for net, op in ((result.source, "scores"), (result.model, "scores"))
+    ]
+    scores = float(np.square(values[0] - values[1]).sum() / np.square(values[0]).sum())
+    assert probabilities > scores
+    assert either == pytest.approx(scores if is_label else probabilities, rel=1e-4)
 
 
 def test_bypassed_sites(made: Callable[[str], gq.Result], samples: Path) -> None:
