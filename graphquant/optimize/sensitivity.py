@@ -27,7 +27,7 @@ from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
 if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Feeds
+    from graphquant.formats import Feeds, Runner
     from graphquant.numerics import Array
 
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
@@ -266,6 +266,7 @@ class GroupSwitches:
         """
         runner = formats.format_module(quantized_model.format).create_runner(quantized_model)
         self._scores = find_scores(runner) if with_scores else {}
+        self._selecting_runner = with_selections(runner)  # switches would hide the peaks of a map from the search
         op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
         group_of = {op_key: number for number, group in enumerate(groups) for op_key in group}
         numbers = {index: group_of[op_key] for index, op_key in enumerate(op_keys) if op_key in group_of}
@@ -310,13 +311,15 @@ class GroupSwitches:
             variant = insert_switches(self._model, self._switch_points, by_input=self._by_input, on=fixed)
             is_reference = self._reference is None and not fixed
             reference_switches = variant.feed() if is_reference else None
-            session = _SwitchSession(variant.model, self._feeds, reference_switches, self._scores)
+            session = _SwitchSession(
+                variant.model, self._feeds, reference_switches, self._scores, self._selecting_runner
+            )
             self._session = fixed, session, variant
             if is_reference:  # with all switches off, the model is the float model
                 self._reference = session
         if self._reference is None:
             variant = insert_switches(self._model, self._switch_points, by_input={})
-            self._reference = _SwitchSession(variant.model, self._feeds, {}, self._scores)
+            self._reference = _SwitchSession(variant.model, self._feeds, {}, self._scores, self._selecting_runner)
         _, session, variant = self._session
         return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
 
@@ -437,10 +440,15 @@ class _SwitchSession:
     """Session of a model with the samples it runs on. With `reference_switches`, the model computes the reference."""
 
     def __init__(
-        self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None, scores: Mapping[str, Use]
+        self,
+        model: Model,
+        feeds: Sequence[Feeds],
+        reference_switches: Feeds | None,
+        scores: Mapping[str, Use],
+        selecting_runner: Runner,
     ) -> None:
-        """Return the outputs, or the tensors that are compared in their place, and `scores` by name of the output."""
-        runner = with_selections(formats.format_module(model.format).create_runner(model))
+        """Return outputs, or what `selecting_runner` compares in their place, and `scores` by name of the output."""
+        runner = with_selections(formats.format_module(model.format).create_runner(model), selecting_runner)
         self._runner, self._score_names = with_scores(runner, scores)
         self._scores = scores
         self._feeds = feeds

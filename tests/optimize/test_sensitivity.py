@@ -13,6 +13,7 @@ import pytest
 from support.rule_files import weight_rule
 
 import graphquant as gq
+from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.site_errors import match_sites
 from graphquant.api.plan import prepare_and_plan, prepare_for_plan
 from graphquant.calibration.batch_independence import is_batch_independent
@@ -26,6 +27,7 @@ from graphquant.optimize.sensitivity import (
     SiteBypass,
     _find_switch_points,
     bisect_errors,
+    error_to_db,
     find_switchable,
     insert_switches,
     measure_sensitivity,
@@ -369,6 +371,33 @@ def test_scores_of_labels_in_place_of_probabilities(activation: str, shape: str,
     scores = float(np.square(values[0] - values[1]).sum() / np.square(values[0]).sum())
     assert probabilities > scores
     assert either == pytest.approx(scores if is_label else probabilities, rel=1e-4)
+
+
+def test_peaks_are_compared_before_their_selection_with_switches(tmp_path: Path) -> None:
+    """The switch of a map does not hide that a comparison with its max pool selects peaks."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[1,2,8,8] x) => (float[1,2,5] v) <float[2,2,1,1] w, int64[3] s = {1,2,-1}, int64[1] k = {5}> {
+        map = Conv(x, w) highest = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(map) same = Equal(highest, map)
+        mask = Cast<to=1>(same) peaks = Mul(map, mask) rows = Reshape(peaks, s) v, i = TopK(rows, k) }""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=(2, 2, 1, 1)).astype(np.float32), "w"))
+    feeds = [{"x": value} for value in rng.normal(size=(16, 1, 2, 8, 8)).astype(np.float32)]
+    (tmp_path / "rules.toml").write_text("""
+    [scheme.fine]
+    bits = 8
+    observe = { name = "fixed-point", exponent = -4 }
+    [[rule]]
+    name = "map-and-pool"
+    producer = { kind = "conv|max_pool" }
+    quantize = "fine"
+    """)
+    result = gq.insert(gq.load(model), rules=str(tmp_path / "rules.toml"), min_sqnr="none")
+    sites = match_sites(result.source, result.model)
+    groups = [[(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]]
+    error = GroupSwitches(result.model, sites, groups, feeds, len(feeds)).error([0])
+    assert error_to_db(error) == pytest.approx(
+        OutputMeter(result.source, feeds, 20.0).worst_sqnr(result.model), abs=0.1
+    )
 
 
 def test_bypassed_sites(made: Callable[[str], gq.Result], samples: Path) -> None:
