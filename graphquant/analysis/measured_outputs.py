@@ -108,20 +108,35 @@ def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
 
 
+def find_scores(runner: Runner) -> dict[str, Use]:
+    """Find the scores from which a softmax or a sigmoid makes an output, by name of the output."""
+    results = {name: _original(runner.model, tensor) for name, tensor in runner.output_tensors.items()}
+    ops = {name: runner.model.op(result) for name, result in results.items()}
+    return {
+        name: Use(results[name].graph, op.name, op.main_slot)
+        for name, op in ops.items()
+        if op.kind in CLASSIFIER_KINDS | {"sigmoid"}
+    }
+
+
 def read_scores(runner: Runner, output: str, feeds: Iterable[Feeds]) -> list[Array]:
     """Return the scores of all runs from which a softmax, or a sigmoid for whole samples, makes `output`, if any."""
-    if (tensor := runner.output_tensors.get(output)) is None:
-        return []
-    result = _original(runner.model, tensor)
-    kind, scores = runner.model.op(result).kind, _main_input(runner.model, result)
-    if kind not in CLASSIFIER_KINDS | {"sigmoid"} or scores is None or runner.unobservable([scores, tensor]):
+    use = find_scores(runner).get(output)
+    scores = runner.model.graphs[use.graph].source_of(use) if use else None
+    if use is None or scores is None or runner.unobservable([scores, tensor := runner.output_tensors[output]]):
         return []
     values: list[Array] = []
     for run in runner.observe([scores, tensor], feeds):
-        if kind not in CLASSIFIER_KINDS and any(value.ndim > MAX_LABEL_RANK for value in run[tensor]):
+        if not has_label_scores(runner.model, use, run[tensor]):
             return []  # at once, because the maps of all runs may need much memory
         values += run[scores]
     return values
+
+
+def has_label_scores(model: Model, use: Use, outputs: Iterable[Array]) -> bool:
+    """Return True if `use` reads scores of labels: those of a softmax, or of a sigmoid for whole samples."""
+    is_classifier = model.graphs[use.graph].op(use.op).kind in CLASSIFIER_KINDS
+    return is_classifier or all(value.ndim <= MAX_LABEL_RANK for value in outputs)
 
 
 def scores_sqnr(expected: Sequence[Array], actual: Sequence[Array]) -> float:
@@ -145,7 +160,7 @@ class SelectionRunner:
 
     def __init__(self, runner: Runner, selections: Mapping[str, Selection], replaced: frozenset[str]) -> None:
         """Return the tensors of `selections`, which are compared in place of the outputs `replaced`."""
-        self._runner, self.selections, self.replaced = runner, selections, replaced
+        self.runner, self.selections, self.replaced = runner, selections, replaced
         graphs = runner.model.graphs
         sources = {name: graphs[use.graph].source_of(use) for name, (use, _) in selections.items()}
         self.tensors = {name: tensor for name, tensor in sources.items() if tensor is not None}
@@ -154,7 +169,7 @@ class SelectionRunner:
         self._observer = runner if in_main else format_module(runner.model.format).create_runner(runner.model)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self.runner, name)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Run one feed."""
@@ -162,7 +177,7 @@ class SelectionRunner:
 
     def run_each(self, feeds: Iterable[Feeds]) -> Iterator[dict[str, Array]]:
         """Yield the outputs and tensors of each feed."""
-        named = {**self._runner.output_tensors, **self.tensors}
+        named = {**self.runner.output_tensors, **self.tensors}
         for values in self._observer.observe(list(dict.fromkeys(named.values())), feeds):
             yield {name: values[tensor][-1] for name, tensor in named.items() if values[tensor]}
 
@@ -179,6 +194,24 @@ def with_selections(runner: Runner, reference: Runner | None = None) -> Runner:
     has_ops = all(use.op in runner.model.graphs.get(use.graph, ()) for use, _ in selections.values())
     if not selections or not has_ops or runner.start_sequence():
         return runner
+    return _wrap_observable(runner, selections, replaced)
+
+
+def with_scores(runner: Runner, scores: Mapping[str, Use]) -> tuple[Runner, dict[str, str]]:
+    """Return a runner that also returns `scores`, if possible, and the names of these by name of the output."""
+    selections, replaced, plain = dict[str, Selection](), frozenset[str](), runner
+    if isinstance(runner, SelectionRunner):
+        selections, replaced, plain = dict(runner.selections), runner.replaced, runner.runner
+    names = {output: f"scores of {output}" for output in scores if output not in replaced}
+    if not names or plain.start_sequence():
+        return runner, {}
+    selections |= {name: Selection(scores[output], is_ranking=True) for output, name in names.items()}
+    wrapped = _wrap_observable(plain, selections, replaced)
+    return (runner, {}) if wrapped is plain else (wrapped, names)
+
+
+def _wrap_observable(runner: Runner, selections: Mapping[str, Selection], replaced: frozenset[str]) -> Runner:
+    """Return a runner that also returns `selections`, or `runner` if not all of them can be observed."""
     wrapped = SelectionRunner(runner, selections, replaced)
     is_complete = len(wrapped.tensors) == len(selections) and runner.output_tensors.keys() == set(runner.outputs)
     return runner if not is_complete or runner.unobservable([*wrapped.tensors.values()]) else cast("Runner", wrapped)
@@ -219,7 +252,7 @@ def find_selections(runner: Runner) -> tuple[Mapping[str, Selection], frozenset[
     """
     model = runner.model
     found, replaced = _find_packed_tensors(model, {*runner.output_tensors.values()}), set[str]()
-    if not any(_selects(op) or _peak_ops(model, graph, op) for graph in model.graphs.values() for op in graph.ops()):
+    if not any(_selecting_ops(model, graph) for graph in model.graphs.values()):
         return dict(found.values()), frozenset()
 
     def inner_tensor(tensor: TensorRef) -> TensorRef | None:
@@ -262,8 +295,7 @@ class _GraphSelections:
 
     def __init__(self, model: Model, graph: Graph) -> None:
         self._model, self._graph = model, graph
-        self._selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
-        self._selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
+        self._selecting = _selecting_ops(model, graph)
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
 
         def readers_of_values(name: str) -> Iterable[str]:
@@ -279,7 +311,8 @@ class _GraphSelections:
             region = reachable([output.op], lambda name: [p for p in graph.predecessors(name) if p in self._selected])
         reasons = {graph.op(name).type: graph.op(name).kind for name in region if name in self._selecting}
         following, is_ranking = len(self._multiplying.intersection(region)), {*reasons.values()} == {"top_k"}
-        if 2 * following > len(self._multiplying) or (following and is_ranking):
+        is_label = {*reasons.values()} == {"arg_max"} and self._model.output(output).dtype not in FLOAT_TYPES
+        if 2 * following > len(self._multiplying) or (following and is_ranking) or is_label:
             return {}
         found = dict[TensorRef, tuple[str, Selection]]()
         for name in region:
@@ -302,6 +335,25 @@ class _GraphSelections:
 
 def _selects(op: Op) -> bool:
     return op.type in SELECTING_TYPES and op.kind != "where"  # ONNX's Where has the rows of its inputs
+
+
+def _selecting_ops(model: Model, graph: Graph) -> set[str]:
+    """Return the ops that select by their values, or that compute indices of rows from them."""
+    selecting = {op.name for op in graph.ops() if _runs(model, op, _selects)}
+    selecting.update(chain.from_iterable(_peak_ops(model, graph, op) for op in graph.ops()))
+    largest = {op.name for op in graph.ops() if op.kind == "arg_max"}
+    return selecting | {name for name in largest if _reaches_indices(graph, name)}
+
+
+def _reaches_indices(graph: Graph, name: str) -> bool:
+    """Return True if the values of an op become indices of another, and not only a label."""
+
+    def readers_of_values(source: str) -> Iterable[str]:
+        return () if graph.op(source).kind == "shape" else graph.successors(source)
+
+    reached = {*reachable([name], readers_of_values)}
+    slots = ((op, slot, tensor) for op in map(graph.op, reached) for slot, tensor in enumerate(graph.slots(op.name)))
+    return any(tensor is not None and tensor.op in reached and op.role(slot) == "indices" for op, slot, tensor in slots)
 
 
 def _peak_ops(model: Model, graph: Graph, op: Op) -> list[str]:
@@ -333,6 +385,7 @@ class OutputMeter:
         runner = create_runner(source)
         runner.start_sequence()  # it is shared, and a model with state has that of other samples
         self._runner, feeds = with_selections(runner), list(samples)
+        self.compares_selections = isinstance(self._runner, SelectionRunner) and bool(self._runner.replaced)
         self._expected = [self._runner.run(feeds[0])]
         size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
         self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_KEPT_SAMPLES)]

@@ -523,7 +523,7 @@ class _Repair:
         """Keep the ops in float whose values select rows, if nothing else than exchanged rows misses the aim."""
         plan = self._plan(self._current)
         sites = find_selecting_sites(self._workspace(self._current).state.model, plan)
-        if not sites:
+        if not sites or self._meter.compares_selections:  # then an exchanged row adds no error
             return
         costs, readers = self._op_costs(), {use[:2] for index in sites for use in plan.sites[index].uses}
         ops = [op for op in costs if op in readers]
@@ -591,7 +591,7 @@ class _Repair:
             notable = NOTABLE_ERROR_SHARE * sum(errors.values())
             worst = {key for number, group in enumerate(groups) if errors[number] >= notable for key in group.ops}
             keyed = zip(_block_keys(self._blocks), self._blocks, strict=True)
-            split = (_split_block(model, plan, block) if key in worst else (block,) for key, block in keyed)
+            split = (split_block(model, plan, block) if key in worst else (block,) for key, block in keyed)
             self._blocks = tuple(chain.from_iterable(split))
             groups = group_by_block(model, plan, self._blocks)
             culprits = {key for number, group in enumerate(groups) if errors[number] > max_error for key in group.ops}
@@ -632,13 +632,13 @@ class _Repair:
             self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
         )
         self._request.budget.charge(costs.plan(samples.count))
-        switches = switch_groups(model, plan, built, sites, samples)
+        switches = switch_groups(model, plan, built, sites, samples, with_scores=True)
         limit = min(limits.measurements // (1 + switches.size[2]), 2 * len(groups))
         work = SENSITIVITY_SHARE * self._request.budget.remaining
         share = work / (limit * costs.switched(*switches.size))
         if share < 1:
             samples = replace(samples, count=min(max(int(share * switches.size[0]), limits.samples), samples.count))
-            switches = switch_groups(model, plan, built, sites, samples)
+            switches = switch_groups(model, plan, built, sites, samples, with_scores=True)
             limit = max(min(limit, int(work / costs.switched(*switches.size))), 1)
 
         def measure(on: Collection[int]) -> float:
@@ -805,7 +805,7 @@ def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:
     return [(FLOAT_BLOCKS, f"{number:06d}") for number in range(len(blocks))]
 
 
-def _split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
+def split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
     """Split a block into its weighted ops, each with the tensors that it computes or reads first."""
     ops_by_site = {
         index: group.ops for group in make_scale_groups(model, plan, block.sites, {}) for index in group.sites
@@ -813,11 +813,13 @@ def _split_block(model: Model, plan: Plan, block: Block) -> tuple[Block, ...]:
     split: list[Block] = []
     remaining = list(block.sites)
     for op in sorted(block.ops):
-        # Tensors that no weighted op touches go with the first op.
-        own = [index for index in remaining if op in ops_by_site[index] or not ops_by_site[index] & block.ops]
-        remaining = [index for index in remaining if index not in own]
+        # Tensors that only weighted ops of other blocks touch go with the first op.
+        own = [k for k in remaining if ops_by_site[k] and (op in ops_by_site[k] or not ops_by_site[k] & block.ops)]
+        remaining = [k for k in remaining if k not in own]
         split += [Block(sites=tuple(own), ops=frozenset({op}), name=op[1])] if own else []
-    return tuple(split) or (block,)
+    # A tensor that no weighted op touches, such as a sum or the end of a sigmoid, costs no multiply-adds in float.
+    split += [Block(sites=(index,), ops=frozenset(), name=plan.sites[index].tensor.op) for index in remaining]
+    return tuple(split)
 
 
 def group_by_block(model: Model, plan: Plan, blocks: Sequence[Block]) -> list[ScaleGroup]:

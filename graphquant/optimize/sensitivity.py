@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from graphquant import formats
-from graphquant.analysis.measured_outputs import compared_outputs, with_selections
-from graphquant.ir import Model, Op, OpKey, Output, TensorRef, paused_gc
+from graphquant.analysis.measured_outputs import (
+    compared_outputs,
+    find_scores,
+    has_label_scores,
+    with_scores,
+    with_selections,
+)
+from graphquant.ir import Model, Op, OpKey, Output, TensorRef, Use, paused_gc
 from graphquant.qdq.family import add_constant
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
@@ -21,7 +27,7 @@ from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
 if TYPE_CHECKING:
     from graphquant.analysis.site_errors import ComparedSites
     from graphquant.calibration.data import Dataset
-    from graphquant.formats import Feeds
+    from graphquant.formats import Feeds, Runner
     from graphquant.numerics import Array
 
 # Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
@@ -250,11 +256,17 @@ class GroupSwitches:
         groups: Sequence[Collection[OpKey]],
         feeds: Sequence[Feeds],
         samples: int,
+        *,
+        with_scores: bool = False,
     ) -> None:
         """Insert a switch for each of `groups`, which contain quantization ops. Quantizations in no group are bypassed.
 
-        `feeds` contain this number of samples. Raises a ModelError if the model cannot be run.
+        `feeds` contain this number of samples. `with_scores` counts the error of the scores behind a softmax, or a
+        sigmoid of labels, if it is less, as an `OutputMeter` does. Raises a ModelError if the model cannot be run.
         """
+        runner = formats.format_module(quantized_model.format).create_runner(quantized_model)
+        self._scores = find_scores(runner) if with_scores else {}
+        self._selecting_runner = with_selections(runner)  # switches would hide the peaks of a map from the search
         op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
         group_of = {op_key: number for number, group in enumerate(groups) for op_key in group}
         numbers = {index: group_of[op_key] for index, op_key in enumerate(op_keys) if op_key in group_of}
@@ -298,13 +310,16 @@ class GroupSwitches:
         if self._session is None or self._session[0] != fixed:
             variant = insert_switches(self._model, self._switch_points, by_input=self._by_input, on=fixed)
             is_reference = self._reference is None and not fixed
-            session = _SwitchSession(variant.model, self._feeds, variant.feed() if is_reference else None)
+            reference_switches = variant.feed() if is_reference else None
+            session = _SwitchSession(
+                variant.model, self._feeds, reference_switches, self._scores, self._selecting_runner
+            )
             self._session = fixed, session, variant
             if is_reference:  # with all switches off, the model is the float model
                 self._reference = session
         if self._reference is None:
             variant = insert_switches(self._model, self._switch_points, by_input={})
-            self._reference = _SwitchSession(variant.model, self._feeds, {})
+            self._reference = _SwitchSession(variant.model, self._feeds, {}, self._scores, self._selecting_runner)
         _, session, variant = self._session
         return session.relative_error(self._reference, variant.feed(on & variant.inputs.keys()))
 
@@ -424,8 +439,18 @@ def chunk_sample_feeds(
 class _SwitchSession:
     """Session of a model with the samples it runs on. With `reference_switches`, the model computes the reference."""
 
-    def __init__(self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None) -> None:
-        self._runner = with_selections(formats.format_module(model.format).create_runner(model))
+    def __init__(
+        self,
+        model: Model,
+        feeds: Sequence[Feeds],
+        reference_switches: Feeds | None,
+        scores: Mapping[str, Use],
+        selecting_runner: Runner,
+    ) -> None:
+        """Return outputs, or what `selecting_runner` compares in their place, and `scores` by name of the output."""
+        runner = with_selections(formats.format_module(model.format).create_runner(model), selecting_runner)
+        self._runner, self._score_names = with_scores(runner, scores)
+        self._scores = scores
         self._feeds = feeds
         self.references: list[dict[str, Array]] = []
         if reference_switches is not None:
@@ -443,8 +468,14 @@ class _SwitchSession:
                     output_power, output_error = _power_and_error(value, actual.get(name))
                     power[name] += output_power
                     error[name] += output_error
-        shares = [error[name] / power[name] if power[name] else (math.inf if error[name] else 0.0) for name in power]
-        return max(shares, default=math.nan)
+        shares = {
+            name: error[name] / power[name] if power[name] else (math.inf if error[name] else 0.0) for name in power
+        }
+        for name, scores in self._score_names.items():
+            share, values = shares.pop(scores, math.inf), (outputs[name] for outputs in reference.references)
+            if name in shares and has_label_scores(self._runner.model, self._scores[name], values):
+                shares[name] = min(shares[name], share)
+        return max(shares.values(), default=math.nan)
 
 
 def _power_and_error(expected: Array, actual: Array | None) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import pytest
 import graphquant as gq
 from graphquant.api.plan import prepare_and_plan
 from graphquant.optimize.blocks import MAX_BLOCK_OPS, Block, find_blocks
-from graphquant.optimize.repair import group_by_block
+from graphquant.optimize.repair import group_by_block, split_block
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,20 @@ def test_a_tensor_behind_a_float_activation_belongs_to_its_readers(tmp_path: Pat
         for index in group.sites
     }
     assert (keys[gate], keys[relu]) == (1, 2)
+
+
+def test_a_tensor_between_sums_costs_no_weighted_op(tmp_path: Path) -> None:
+    """A sum that only a sum reads can be float without the convolutions of its block."""
+    net = Net()
+    first = net.op("Relu", net.op("Conv", "x"))
+    inner = net.op("Add", net.op("Relu", net.op("Conv", first)), first)
+    outer = net.op("Add", inner, first)
+    prepared, plan = net.plan(net.op("Conv", outer), tmp_path / "net.onnx")
+    blocks = find_blocks(prepared, plan, range(len(plan.sites)))
+    split = [part for block in blocks for part in split_block(prepared, plan, block)]
+    assert sorted(index for part in split for index in part.sites) == list(range(len(plan.sites)))
+    free = [(part.name, [plan.sites[index].tensor.op for index in part.sites]) for part in split if not part.ops]
+    assert free == [(inner, [inner])]
 
 
 def test_a_skip_over_the_whole_net(tmp_path: Path) -> None:

@@ -499,7 +499,7 @@ def test_interrupts_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.Mo
 def test_errors_keep_the_best_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of the search that the runtime rejects ends the search; the best plan so far is the result."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_options: object) -> None:
         raise ModelError("no kernel")
 
     monkeypatch.setattr("graphquant.optimize.repair.switch_groups", fail)

@@ -13,18 +13,21 @@ import pytest
 from support.rule_files import weight_rule
 
 import graphquant as gq
+from graphquant.analysis.measured_outputs import OutputMeter
 from graphquant.analysis.site_errors import match_sites
 from graphquant.api.plan import prepare_and_plan, prepare_for_plan
 from graphquant.calibration.batch_independence import is_batch_independent
 from graphquant.calibration.data import open_data
 from graphquant.formats import format_module
 from graphquant.formats.onnx import create_runner
+from graphquant.ir import TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.sensitivity import (
     GroupSwitches,
     SiteBypass,
     _find_switch_points,
     bisect_errors,
+    error_to_db,
     find_switchable,
     insert_switches,
     measure_sensitivity,
@@ -339,6 +342,62 @@ def test_groups_of_quantizations(made: Callable[[str], gq.Result], samples: Path
     assert (switches.groups, switches.runs) == ({0, 1}, 3 * len(feeds))
     assert switches.error([1, 0]) == whole
     assert switches.runs == 3 * len(feeds)
+
+
+@pytest.mark.parametrize(
+    ("activation", "shape", "is_label"), [("Softmax", "N,4", 1), ("Sigmoid", "N,4", 1), ("Sigmoid", "N,2,2", 0)]
+)
+def test_scores_of_labels_in_place_of_probabilities(activation: str, shape: str, is_label: int) -> None:
+    """The error of labels is that of their scores, if it is less, and that of a map its own."""
+    sizes = shape.replace("N", "-1")
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[N,4] x) => (float[{shape}] y)
+      <float[4,4] w, int64[{len(shape.split(","))}] s = {{{sizes}}}>
+      {{ a = Relu(x) scores = MatMul(a, w) p = {activation}(scores) y = Reshape(p, s) }}""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(-4, 4, (4, 4)).astype(np.float32), "w"))
+    x = rng.normal(size=(32, 4)).astype(np.float32)
+    result = gq.insert(gq.load(model), data={"x": x}, rules="generic", min_sqnr="none")
+    sites = match_sites(result.source, result.model)
+    groups = [[(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]]
+    probabilities, either = (
+        GroupSwitches(result.model, sites, groups, [{"x": x}], len(x), with_scores=with_scores).error([0])
+        for with_scores in (False, True)
+    )
+    values = [
+        next(iter(create_runner(net).observe([TensorRef("", op, 0)], [{"x": x}])))[TensorRef("", op, 0)][0]
+        for net, op in ((result.source, "scores"), (result.model, "scores"))
+    ]
+    scores = float(np.square(values[0] - values[1]).sum() / np.square(values[0]).sum())
+    assert probabilities > scores
+    assert either == pytest.approx(scores if is_label else probabilities, rel=1e-4)
+
+
+def test_peaks_are_compared_before_their_selection_with_switches(tmp_path: Path) -> None:
+    """The switch of a map does not hide that a comparison with its max pool selects peaks."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+      net (float[1,2,8,8] x) => (float[1,2,5] v) <float[2,2,1,1] w, int64[3] s = {1,2,-1}, int64[1] k = {5}> {
+        map = Conv(x, w) highest = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(map) same = Equal(highest, map)
+        mask = Cast<to=1>(same) peaks = Mul(map, mask) rows = Reshape(peaks, s) v, i = TopK(rows, k) }""")
+    rng = np.random.default_rng(0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rng.normal(size=(2, 2, 1, 1)).astype(np.float32), "w"))
+    feeds = [{"x": value} for value in rng.normal(size=(16, 1, 2, 8, 8)).astype(np.float32)]
+    (tmp_path / "rules.toml").write_text("""
+    [scheme.fine]
+    bits = 8
+    observe = { name = "fixed-point", exponent = -4 }
+    [[rule]]
+    name = "map-and-pool"
+    producer = { kind = "conv|max_pool" }
+    quantize = "fine"
+    """)
+    result = gq.insert(gq.load(model), rules=str(tmp_path / "rules.toml"), min_sqnr="none")
+    sites = match_sites(result.source, result.model)
+    groups = [[(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]]
+    error = GroupSwitches(result.model, sites, groups, feeds, len(feeds)).error([0])
+    assert error_to_db(error) == pytest.approx(
+        OutputMeter(result.source, feeds, 20.0).worst_sqnr(result.model), abs=0.1
+    )
 
 
 def test_bypassed_sites(made: Callable[[str], gq.Result], samples: Path) -> None:
