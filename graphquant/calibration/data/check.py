@@ -405,7 +405,7 @@ def _find_mistakes(
             **_scale_findings(model_input, stats, use, response),
             **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
-            **_stacked_findings(model_input, stats, dataset),
+            **_stacked_findings(model_input, dataset, response),
             **_index_findings(stats, use),
         }
         selects_rows = (use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
@@ -657,6 +657,17 @@ class _ModelResponse:
         ]
         return any(len(classes(divided, key)) == 1 for key in outputs)
 
+    def mixes_rows(self) -> bool:
+        """Return True if two samples in one run give as many values as one, so that the first axis may be no batch."""
+        if not self._feeds[1:]:
+            return False
+        first, second = self._feeds[:2]
+        joined = {name: np.concatenate([first[name], second[name]]) for name in first}
+        with suppress(ModelError):
+            outputs = self._runner.run(joined)
+            return all(outputs[name].shape == value.shape for name, value in self._outputs[0].items())
+        return False
+
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""
         findings: dict[str, str] = {}
@@ -722,10 +733,12 @@ def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Datas
     return findings
 
 
-def _stacked_findings(model_input: InputSpec, _stats: _InputStats, dataset: Dataset) -> dict[str, str]:
+def _stacked_findings(model_input: InputSpec, dataset: Dataset, response: _ModelResponse | None) -> dict[str, str]:
     """Return a message if an item was perhaps one sample and not a stack of samples."""
     item_shape, input_shape = dataset.stacked_shapes.get(model_input.name), model_input.shape
-    if item_shape is None or input_shape is None or len(item_shape) != len(input_shape) or None not in input_shape[1:]:
+    if item_shape is None or input_shape is None or len(item_shape) != len(input_shape):
+        return {}
+    if None not in input_shape[1:] and (response is None or input_shape[0] is not None or not response.mixes_rows()):
         return {}
     rows = input_shape[0] or 1
     message = (
