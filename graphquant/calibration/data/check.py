@@ -658,11 +658,10 @@ class _ModelResponse:
         return any(len(classes(divided, key)) == 1 for key in outputs)
 
     def mixes_rows(self) -> bool:
-        """Return True if two samples in one run give as many values as one, so that the first axis may be no batch."""
-        if not self._feeds[1:]:
+        """Return True if a run with a sample twice gives outputs as large as with it once: rows may be no samples."""
+        if not self._feeds or any(not spec.shape or spec.shape[0] is not None for spec in self._runner.inputs):
             return False
-        first, second = self._feeds[:2]
-        joined = {name: np.concatenate([first[name], second[name]]) for name in first}
+        joined = {name: np.concatenate([value, value]) for name, value in self._feeds[0].items()}
         with suppress(ModelError):
             outputs = self._runner.run(joined)
             return all(outputs[name].shape == value.shape for name, value in self._outputs[0].items())
