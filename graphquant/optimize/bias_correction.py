@@ -37,11 +37,19 @@ from graphquant.optimize.weighted_ops import (
 from graphquant.qdq.family import add_constant, new_op
 from graphquant.quantize import Plan, Site, Solution
 from graphquant.quantize.rewrite import FRAME_KINDS, rewrite
+from graphquant.rules import ObserverConfig, Scheme
 
 # A bias can be shared or missing. BiasStore changes it without affecting any other reader.
 
 BIAS_BITS: Final = 32
 """Smallest bit width of a bias that can be corrected. With fewer bits, one step is as large as the corrections."""
+
+INTEGER_BIAS_TARGETS: Final = ("onnxruntime", "qnn")
+"""First parts of the targets whose rules quantize biases. With a float bias, ONNX Runtime before 1.24 may run an op in
+float, and at opset 28 it may reject the model."""
+
+ADDED_BIAS: Final = Scheme(name="bias", dtype="int32", per="channel", observe=ObserverConfig(name="bias"))
+"""Scheme of an added bias for these targets if the model has no bias whose scheme it could take."""
 
 NO_CHANNEL_BIAS: Final = "its bias is not one number per channel"
 
@@ -55,6 +63,9 @@ class BiasStore:
         self._solution = edits.solution
         self._sites, self._params = list(edits.solution.plan.sites), dict(edits.solution.params)
         self._bias_example = next((s for s in self._sites if s.parameter and s.scheme.type.bits == BIAS_BITS), None)
+        self._has_integer_biases = self._bias_example is not None or any(
+            target.startswith(INTEGER_BIAS_TARGETS) for target in edits.solution.plan.targets
+        )
         graphs = edits.model.graphs.items()
         self._framed = {name for name, graph in graphs if any(op.kind in FRAME_KINDS for op in graph.ops())}
         self._original_model = edits.model
@@ -190,15 +201,18 @@ class BiasStore:
     def _make_site_like_others(
         self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array
     ) -> tuple[Site, QParams] | None:
-        """Make a site for a new bias if other biases are integers. Its scale is input scale times weight scale."""
-        example = self._bias_example
+        """Make a site for a new bias if biases are integers. Its scale is input scale times weight scale."""
         operand_params = (self._params_at(weighted.data_input), self._params_at(weighted.weight))
         scales = [params.scale.astype(np.float64) for params in operand_params if params]
-        if example is None or len(scales) != len(("input", "weight")):
+        if not self._has_integer_biases or len(scales) != len(("input", "weight")):
             return None
         scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
         largest = np.max(np.abs(value) / np.maximum(scale.astype(np.float64), SMALLEST_SCALE), initial=0.0)
         axis = 0 if scale.ndim else None
+        family = self._sites[self._site_indices[weighted.data_input]].scheme.family
+        example = self._bias_example or Site(
+            tensor=new_bias, uses=(use,), graph=use.graph, scheme=replace(ADDED_BIAS, family=family), axis=axis
+        )
         has_other_shape = scale.shape not in {(), value.shape} or (example.axis is None) != (axis is None)
         if has_other_shape or (scale < SMALLEST_SCALE).any() or largest > example.scheme.type.limits()[1]:
             return None
@@ -208,7 +222,7 @@ class BiasStore:
             graph=use.graph,
             scheme=example.scheme,
             axis=axis,
-            rule=example.rule,
+            rule=example.rule or BIAS_CORRECTION,
             why=example.why,
             parameter=True,
         )

@@ -279,6 +279,24 @@ def test_a_missing_bias_is_added(tmp_path, rules, scale, axis):
         assert read_bias(store, "y") == ("y/bias_corrected", [1001.25, -3.0])
 
 
+@pytest.mark.parametrize(
+    ("target", "is_integer"),
+    [("onnxruntime", True), ("qnn", True), ("openvino", False), ("tensorrt", False), ("", False)],
+)
+def test_an_added_bias_is_an_integer_where_the_target_stores_such_biases(tmp_path, target, is_integer):
+    """If no op has a bias whose scheme could be copied, the target decides the type."""
+    rules = (f'target = "{target}"\n' if target else "") + PER_CHANNEL
+    store, ops = open_store(make_edits(tmp_path, "y = Gemm (x, w)", rules))
+    assert bias_sites(store) == []
+    assert store.move_bias(ops["y"], SHIFT) == ""
+    assert read_bias(store, "y") == ("y/bias_corrected", [0.25, -4.0])
+    assert bias_sites(store) == [("y/bias_corrected", ["y"], [0.5, 0.25], 0)] * is_integer
+    if is_integer:
+        added = store.solution.plan.sites[-1]
+        assert (added.scheme.type.name, added.scheme.family, added.rule) == ("int32", "onnx-qdq", "bias-correction")
+        assert added.uses == (Use("", "y", 2),)
+
+
 @pytest.mark.parametrize(("kinds", "sources"), [((), []), (("gemm",), ["y"])])
 def test_constants_in_loops(tmp_path, kinds, sources, monkeypatch):
     """In a graph with frames, a new constant waits for its op, so that it is in the op's frame."""

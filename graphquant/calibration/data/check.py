@@ -416,7 +416,7 @@ def _find_mistakes(
             **_scale_findings(model_input, stats, use, response),
             **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
-            **_stacked_findings(model_input, stats, dataset),
+            **_stacked_findings(model_input, dataset, response),
             **_index_findings(stats, use),
         }
         selects_rows = (use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
@@ -668,6 +668,16 @@ class _ModelResponse:
         ]
         return any(len(classes(divided, key)) == 1 for key in outputs)
 
+    def mixes_rows(self) -> bool:
+        """Return True if a run with a sample twice gives outputs as large as with it once: rows may be no samples."""
+        if not self._feeds or any(not spec.shape or spec.shape[0] is not None for spec in self._runner.inputs):
+            return False
+        joined = {name: np.concatenate([value, value]) for name, value in self._feeds[0].items()}
+        with suppress(ModelError):
+            outputs = self._runner.run(joined)
+            return all(outputs[name].shape == value.shape for name, value in self._outputs[0].items())
+        return False
+
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""
         findings: dict[str, str] = {}
@@ -733,10 +743,12 @@ def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Datas
     return findings
 
 
-def _stacked_findings(model_input: InputSpec, _stats: _InputStats, dataset: Dataset) -> dict[str, str]:
+def _stacked_findings(model_input: InputSpec, dataset: Dataset, response: _ModelResponse | None) -> dict[str, str]:
     """Return a message if an item was perhaps one sample and not a stack of samples."""
     item_shape, input_shape = dataset.stacked_shapes.get(model_input.name), model_input.shape
-    if item_shape is None or input_shape is None or len(item_shape) != len(input_shape) or None not in input_shape[1:]:
+    if item_shape is None or input_shape is None or len(item_shape) != len(input_shape):
+        return {}
+    if None not in input_shape[1:] and (response is None or input_shape[0] is not None or not response.mixes_rows()):
         return {}
     rows = input_shape[0] or 1
     message = (

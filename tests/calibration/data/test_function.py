@@ -7,13 +7,17 @@ import sys
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
+import onnx
 import pytest
+from support.onnx_models import onnx_model
 
+import graphquant as gq
 from graphquant.calibration.data import function as data_function
 from graphquant.calibration.data import open_data
-from graphquant.calibration.data.check import check_dataset
+from graphquant.calibration.data.check import check_dataset, check_samples
 from graphquant.errors import DataError
-from graphquant.formats import InputSpec
+from graphquant.formats import InputSpec, create_runner
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +101,26 @@ def test_stacked_items_finding(write_module) -> None:
     assert found("whole", free) == []
     assert found("items", fixed) == []
     assert open_data(f"{name}:whole", [free]).count == 2
+
+
+@pytest.mark.parametrize(("reduced", "stacked"), [("ReduceMean <axes = [0]>", True), ("Relu", False)])
+def test_an_item_whose_only_open_axis_is_time(write_module, tmp_path, reduced: str, stacked: bool) -> None:
+    """A model that gives one result for all rows of an item shows that its rows are no samples."""
+    text = f"net (float[T, 4] x) => (float[N, 4] y) {{ a = MatMul(x, w) y = {reduced} (a) }}"
+    onnx.save(onnx_model(text, {"w": np.eye(4, dtype=np.float32)}), tmp_path / "m.onnx")
+    name = write_module(
+        "Y = np.random.default_rng(0).random((3, 40, 4), np.float32)\n"
+        "def items():\n    yield from ({'x': y} for y in Y)\n"
+        "def single():\n    yield from ({'x': y[:1]} for y in Y)"
+    )
+    model = gq.load(tmp_path / "m.onnx")
+
+    def kinds(what: str) -> set[str]:
+        dataset = open_data(f"{name}:{what}", create_runner(model).inputs)
+        return {finding.kind for finding in check_samples(dataset, model)}
+
+    assert ("stacked" in kinds("items")) is stacked
+    assert "stacked" not in kinds("single")
 
 
 def test_ranges_and_ignored_keys(write_module) -> None:
