@@ -1,6 +1,6 @@
 """Insert each shipped rule file into small graphs at each opset, and run the results with the installed onnxruntime.
 
-Thirteen graphs cover the ops that are quantized: conv, depthwise, transposed conv, matmul, gemm; attention, activations
+Fourteen graphs cover the ops that are quantized: conv, depthwise, transposed conv, matmul, gemm; attention, activations
 and LayerNorm in single ops; LSTM, If, Loop, a model-local function, and float16. Every result must load and run, or
 `insert` must end with an error and exit code 1 or 3. Run it once for each release of onnxruntime::
 
@@ -38,7 +38,7 @@ IR_VERSION = 8
 MIN_SQNR = 10  # in dB
 
 RNG = np.random.default_rng(0)
-ERF_OPSET = 9  # the first opset that has Erf
+ERF_OPSET, GEMM_OPSET = 9, 11  # the first opsets with Erf, and with a Gemm without a bias
 
 
 def weight(name: str, *shape: int) -> onnx.TensorProto:
@@ -90,6 +90,25 @@ def conv(opset: int) -> onnx.ModelProto:
     return make_model(opset, nodes, (("n", 3, 8, 8), ("n", 4, 8, 8)), [
         weight("w1", 8, 3, 3, 3), weight("b1", 8), weight("w2", 4, 8, 1, 1),
     ])  # fmt: skip
+
+
+def bare(opset: int) -> onnx.ModelProto:
+    """Convolutions and a product, none of which has a bias, so that bias correction adds the first one."""
+    product = node("Gemm" if opset >= GEMM_OPSET else "MatMul", "f2 w3", "y")
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[1, 1, 1, 1]),
+        node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2", "c2", strides=[2, 2]),
+        node("Relu", "c2", "r2"),
+        node("Flatten", "r2", "f2"),
+        product,
+    ]
+    return make_model(
+        opset,
+        nodes,
+        (("n", 3, 8, 8), ("n", 5)),
+        [weight("w1", 8, 3, 3, 3), weight("w2", 4, 8, 1, 1), weight("w3", 64, 5)],
+    )
 
 
 def depthwise(opset: int) -> onnx.ModelProto:
@@ -268,7 +287,7 @@ def half(opset: int) -> onnx.ModelProto:
 
 
 GRAPHS: dict[str, Callable[[int], onnx.ModelProto]] = {
-    "conv": conv, "depthwise": depthwise, "transposed": transposed, "matmul": matmul, "gemm": gemm,
+    "conv": conv, "bare": bare, "depthwise": depthwise, "transposed": transposed, "matmul": matmul, "gemm": gemm,
     "attention": attention, "activations": activations,
     "layernorm": layernorm, "lstm": lstm, "if": branches, "loop": loop, "function": function, "float16": half,
 }  # fmt: skip
