@@ -159,7 +159,7 @@ CASES = [
             "v" if wrong else "",
         )
         for axis, weight, zero, wrong in (
-            *((0, "w", "zz", False), (-3, "w", "zz", False), (4, "w", "zz", True), (-5, "w", "zz", True)),
+            *((0, "w", "zz", False), (-3, "w", "zz", False), (4, "w", "zz", True), (-7, "w", "zz", True)),
             *((0, "w", "i0", True), (2, "w", "zz", True), (1, "zz", "zz", True), (-4, "w", "zz", False)),
         )
     ),
