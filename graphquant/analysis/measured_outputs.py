@@ -297,11 +297,7 @@ class _GraphSelections:
         self._model, self._graph = model, graph
         self._selecting = _selecting_ops(model, graph)
         self._multiplying = {op.name for op in graph.ops() if _runs(model, op, lambda inner: inner.kind in MAC_KINDS)}
-
-        def readers_of_values(name: str) -> Iterable[str]:
-            return () if graph.op(name).kind == "shape" else graph.successors(name)
-
-        self._computed = {*reachable(self._multiplying - self._selecting, readers_of_values)}
+        self._computed = _ops_behind(graph, self._multiplying - self._selecting)
         self._selected = {*reachable(self._selecting & self._computed, graph.successors)}
 
     def before(self, output: TensorRef) -> dict[TensorRef, tuple[str, Selection]]:
@@ -345,13 +341,14 @@ def _selecting_ops(model: Model, graph: Graph) -> set[str]:
     return selecting | {name for name in largest if _reaches_indices(graph, name)}
 
 
+def _ops_behind(graph: Graph, names: Iterable[str]) -> set[str]:
+    """Return the ops `names` and those that depend on their values, not only on shapes."""
+    return {*reachable(names, lambda name: () if graph.op(name).kind == "shape" else graph.successors(name))}
+
+
 def _reaches_indices(graph: Graph, name: str) -> bool:
     """Return True if the values of an op become indices of another, and not only a label."""
-
-    def readers_of_values(source: str) -> Iterable[str]:
-        return () if graph.op(source).kind == "shape" else graph.successors(source)
-
-    reached = {*reachable([name], readers_of_values)}
+    reached = _ops_behind(graph, [name])
     slots = ((op, slot, tensor) for op in map(graph.op, reached) for slot, tensor in enumerate(graph.slots(op.name)))
     return any(tensor is not None and tensor.op in reached and op.role(slot) == "indices" for op, slot, tensor in slots)
 

@@ -30,7 +30,14 @@ from graphquant.analysis.comparison import (
     ignore_overflow,
     rows_to_show_share,
 )
-from graphquant.analysis.measured_outputs import match_inputs, match_outputs, read_scores, scores_sqnr, with_selections
+from graphquant.analysis.measured_outputs import (
+    SelectionRunner,
+    match_inputs,
+    match_outputs,
+    read_scores,
+    scores_sqnr,
+    with_selections,
+)
 from graphquant.analysis.model_summary import weighted_op_coverage
 from graphquant.analysis.site_errors import match_sites
 from graphquant.backends import RejectedModelError, load_in_onnxruntime
@@ -433,8 +440,11 @@ def _feed_key(feeds: Feeds) -> Hashable:
 
 
 def _create_recorder(runner: Runner) -> RecordedRunner | None:
-    """Share a runner of the float model that knows recorded outputs; None if they depend on more than one feed."""
-    if isinstance(runner, RecordedRunner) or with_selections(runner) is not runner or runner.start_sequence():
+    """Share a runner of the float model that knows recorded outputs; None if they depend on more than one feed.
+
+    `runner` comes from `with_selections`.
+    """
+    if isinstance(runner, RecordedRunner | SelectionRunner) or runner.start_sequence():
         return None
     recorder = RecordedRunner(runner)
     formats.share_runner(cast("Runner", recorder), "source")
@@ -447,7 +457,7 @@ def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:
     Raises a DataError if a sample does not fit.
     """
     with suppress(MissingDependencyError, ModelError):  # the validation reports it
-        if (recorder := _create_recorder(runner)) is not None:
+        if (recorder := _create_recorder(with_selections(runner))) is not None:
             feeds = [model_inputs(runner, feed) for feed in holdout.samples(MAX_UNBOUNDED_SAMPLES)]
             for feed, outputs in zip(feeds, formats.run_outputs(runner, feeds), strict=True):
                 recorder.record(feed, outputs)

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from graphquant.backends import BACKENDS
 from graphquant.ir import DataType, Model, Parameters, TensorRef, Use, paused_gc
 from graphquant.numerics import SMALLEST_SCALE, Array, DynamicQParams, QParams, broadcast_along_axis, qparams_from_scale
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits, skipped_target
@@ -44,12 +45,9 @@ from graphquant.rules import ObserverConfig, Scheme
 BIAS_BITS: Final = 32
 """Smallest bit width of a bias that can be corrected. With fewer bits, one step is as large as the corrections."""
 
-INTEGER_BIAS_TARGETS: Final = ("onnxruntime", "qnn")
-"""First parts of the targets whose rules quantize biases. With a float bias, ONNX Runtime before 1.24 may run an op in
-float, and at opset 28 it may reject the model."""
-
 ADDED_BIAS: Final = Scheme(name="bias", dtype="int32", per="channel", observe=ObserverConfig(name="bias"))
-"""Scheme of an added bias for these targets if the model has no bias whose scheme it could take."""
+"""Scheme of an added bias if the model has no bias whose scheme it could take, for backends with int32 biases: with a
+float bias, ONNX Runtime before 1.24 may run an op in float, and at opset 28 it may reject the model."""
 
 NO_CHANNEL_BIAS: Final = "its bias is not one number per channel"
 
@@ -64,7 +62,7 @@ class BiasStore:
         self._sites, self._params = list(edits.solution.plan.sites), dict(edits.solution.params)
         self._bias_example = next((s for s in self._sites if s.parameter and s.scheme.type.bits == BIAS_BITS), None)
         self._has_integer_biases = self._bias_example is not None or any(
-            target.startswith(INTEGER_BIAS_TARGETS) for target in edits.solution.plan.targets
+            target in BACKENDS and BACKENDS[target].bias_type == "int32" for target in edits.solution.plan.targets
         )
         graphs = edits.model.graphs.items()
         self._framed = {name for name, graph in graphs if any(op.kind in FRAME_KINDS for op in graph.ops())}
@@ -209,24 +207,26 @@ class BiasStore:
         scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
         largest = np.max(np.abs(value) / np.maximum(scale.astype(np.float64), SMALLEST_SCALE), initial=0.0)
         axis = 0 if scale.ndim else None
-        family = self._sites[self._site_indices[weighted.data_input]].scheme.family
-        example = self._bias_example or Site(
-            tensor=new_bias, uses=(use,), graph=use.graph, scheme=replace(ADDED_BIAS, family=family), axis=axis
-        )
-        has_other_shape = scale.shape not in {(), value.shape} or (example.axis is None) != (axis is None)
-        if has_other_shape or (scale < SMALLEST_SCALE).any() or largest > example.scheme.type.limits()[1]:
+        example, has_other_shape = self._bias_example, scale.shape not in {(), value.shape}
+        if example is None:
+            family = self._sites[self._site_indices[weighted.data_input]].scheme.family
+            scheme, rule, why = replace(ADDED_BIAS, family=family), BIAS_CORRECTION, ""
+        else:
+            scheme, rule, why = example.scheme, example.rule, example.why
+            has_other_shape |= (example.axis is None) != (axis is None)
+        if has_other_shape or (scale < SMALLEST_SCALE).any() or largest > scheme.type.limits()[1]:
             return None
         site = Site(
             tensor=new_bias,
             uses=(use,),
             graph=use.graph,
-            scheme=example.scheme,
+            scheme=scheme,
             axis=axis,
-            rule=example.rule or BIAS_CORRECTION,
-            why=example.why,
+            rule=rule,
+            why=why,
             parameter=True,
         )
-        return site, qparams_from_scale(scale, np.zeros(scale.shape, np.int32), example.scheme.type, axis=axis)
+        return site, qparams_from_scale(scale, np.zeros(scale.shape, np.int32), scheme.type, axis=axis)
 
 
 BIAS_CORRECTION: Final = "bias-correction"

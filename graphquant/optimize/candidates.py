@@ -416,12 +416,12 @@ def switch_groups(
     sample_order: Sequence[int] = (),
     max_samples: int | None = None,
     *,
-    with_scores: bool = False,
+    counts_scores: bool = False,
 ) -> GroupSwitches:
     """Make a session in which each group of sites of a plan can be bypassed; it runs on a few of the samples.
 
     `built` is the quantized model of the plan. The samples are the first ones of `sample_order`, by default a few from
-    all over the data. See `GroupSwitches` for `with_scores`. Raises a ModelError if the model cannot be run.
+    all over the data. See `GroupSwitches` for `counts_scores`. Raises a ModelError if the model cannot be run.
     """
     ops = quantizing_ops_by_site(plan, built)
     op_groups = [[op_key for index in group for op_key in ops.get(index, ())] for group in groups]
@@ -447,7 +447,7 @@ def switch_groups(
         samples, inputs, batch_independent=batch_independent, max_samples=count, batch_size=count
     )
     sites = match_sites(prepared, built.model)
-    return GroupSwitches(built.model, sites, op_groups, list(feeds), count, with_scores=with_scores)
+    return GroupSwitches(built.model, sites, op_groups, list(feeds), count, counts_scores=counts_scores)
 
 
 MIN_SET_MEASUREMENTS, MAX_SET_MEASUREMENTS = 32, 96  # measured sets of groups with little and with much work

@@ -632,13 +632,13 @@ class _Repair:
             self._request.search_samples, count=len(feeds), open_feeds=lambda start, stop: map(dict, feeds[start:stop])
         )
         self._request.budget.charge(costs.plan(samples.count))
-        switches = switch_groups(model, plan, built, sites, samples, with_scores=True)
+        switches = switch_groups(model, plan, built, sites, samples, counts_scores=True)
         limit = min(limits.measurements // (1 + switches.size[2]), 2 * len(groups))
         work = SENSITIVITY_SHARE * self._request.budget.remaining
         share = work / (limit * costs.switched(*switches.size))
         if share < 1:
             samples = replace(samples, count=min(max(int(share * switches.size[0]), limits.samples), samples.count))
-            switches = switch_groups(model, plan, built, sites, samples, with_scores=True)
+            switches = switch_groups(model, plan, built, sites, samples, counts_scores=True)
             limit = max(min(limit, int(work / costs.switched(*switches.size))), 1)
 
         def measure(on: Collection[int]) -> float:

@@ -257,15 +257,15 @@ class GroupSwitches:
         feeds: Sequence[Feeds],
         samples: int,
         *,
-        with_scores: bool = False,
+        counts_scores: bool = False,
     ) -> None:
         """Insert a switch for each of `groups`, which contain quantization ops. Quantizations in no group are bypassed.
 
-        `feeds` contain this number of samples. `with_scores` counts the error of the scores behind a softmax, or a
+        `feeds` contain this number of samples. `counts_scores` counts the error of the scores behind a softmax, or a
         sigmoid of labels, if it is less, as an `OutputMeter` does. Raises a ModelError if the model cannot be run.
         """
         runner = formats.format_module(quantized_model.format).create_runner(quantized_model)
-        self._scores = find_scores(runner) if with_scores else {}
+        self._scores = find_scores(runner) if counts_scores else {}
         self._selecting_runner = with_selections(runner)  # switches would hide the peaks of a map from the search
         op_keys, self._switch_points = _find_switch_points(quantized_model, sites)
         group_of = {op_key: number for number, group in enumerate(groups) for op_key in group}

@@ -361,8 +361,8 @@ def test_scores_of_labels_in_place_of_probabilities(activation: str, shape: str,
     sites = match_sites(result.source, result.model)
     groups = [[(site.quantization_op.graph, site.quantization_op.op) for site in sites.sites]]
     probabilities, either = (
-        GroupSwitches(result.model, sites, groups, [{"x": x}], len(x), with_scores=with_scores).error([0])
-        for with_scores in (False, True)
+        GroupSwitches(result.model, sites, groups, [{"x": x}], len(x), counts_scores=counts_scores).error([0])
+        for counts_scores in (False, True)
     )
     values = [
         next(iter(create_runner(net).observe([TensorRef("", op, 0)], [{"x": x}])))[TensorRef("", op, 0)][0]
