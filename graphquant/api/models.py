@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 MAX_FILES = 100_000  # maximum number of files in the folder of a SavedModel
 
+COMPILED_OPS = {
+    "EPContext": "Quantize the model that was compiled.",
+    "TRTEngineOp": "Quantize the model before its conversion to TensorRT.",
+    "XlaCallModule": "Export the JAX model as ops, for example with jax2onnx.",
+}
+"""Advice for types of ops that hold a compiled program, whose ops no reader sees."""
+
 
 def default_output(path: Path) -> Path:
     """Return the default output: `model.quant.onnx` for `model.onnx`, `net.quant/` for `net/` and `net.keras`."""
@@ -255,12 +262,14 @@ def write_model(
 
 
 def omission_notes(model: Model) -> list[str]:
-    """Return notes on the parts of a TensorFlow model that are not quantized, or that no data reaches."""
+    """Return notes on the parts of a model that are not quantized, or that no data reaches."""
+    types = sorted({op.type for _, op in model.reachable_ops()} & COMPILED_OPS.keys())
+    notes = [f"{name} holds a compiled program, and nothing in it is quantized. {COMPILED_OPS[name]}" for name in types]
     if model.format != "tensorflow":
-        return []
+        return notes
     from graphquant.formats import tensorflow
 
-    return [*filter(None, [tensorflow.describe_unfrozen_variables(model)]), *tensorflow.omission_notes(model)]
+    return [*notes, *filter(None, [tensorflow.describe_unfrozen_variables(model)]), *tensorflow.omission_notes(model)]
 
 
 def load_source(

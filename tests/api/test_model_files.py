@@ -8,7 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from graphquant.api.models import companion_file_names, model_files
+import graphquant as gq
+from graphquant.api.models import companion_file_names, model_files, omission_notes
 from graphquant.errors import ModelError
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
@@ -66,3 +67,16 @@ def test_companion_file_names(tmp_path):
     assert companion_file_names(tmp_path / "net.onnx", []) == ("w.bin",)
     assert companion_file_names(SAMPLES / "digits_cnn.onnx", ["w.bin"]) == ()
     assert companion_file_names(SAMPLES / "digits_cnn.pb", ["digits_cnn.index"]) == ()
+
+
+@pytest.mark.parametrize(("op_type", "count"), [("EPContext", 1), ("FusedConv", 0)])
+def test_compiled_program_has_a_note(tmp_path, op_type, count):
+    """An op that holds a compiled program is named, because nothing in it can be quantized."""
+    node = helper.make_node(op_type, ["x"], ["y"], domain="com.microsoft")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4]) for name in "xy"]
+    graph = helper.make_graph([node], "g", values[:1], values[1:])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=imports), tmp_path / "net.onnx")
+    notes = omission_notes(gq.load(tmp_path / "net.onnx"))
+    assert len(notes) == count
+    assert all(op_type in note for note in notes)
