@@ -669,7 +669,8 @@ class _Repair:
         if not names or request.calibration is None or request.has_stats:
             return
         costs = request.budget.costs
-        work, calibration = costs.algorithm * len(names), costs.calibration(request.calibration.count)
+        samples = request.calibration.count
+        work, calibration = costs.scaling(samples, len(names)), costs.calibration(samples)
         if not self._is_affordable(work + calibration):
             return
         self._request.budget.charge(work)
