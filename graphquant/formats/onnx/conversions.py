@@ -9,7 +9,7 @@ import base64
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,14 @@ from graphquant.formats.onnx.shape_inference import (
     nested_graphs,
     resolve_computed_shapes,
 )
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, runtime_reason, type_and_shape
+from graphquant.formats.onnx.tensors import (
+    DEFAULT_DOMAINS,
+    first_line,
+    is_external,
+    runtime_reason,
+    tensor_bytes,
+    type_and_shape,
+)
 from graphquant.ir import TensorRef, fully_known_shape
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
@@ -47,6 +54,14 @@ MAX_VISIBLE_ELEMENTS = 1 << 10
 """Maximum number of elements of an initializer that the converter sees, as it may be a shape, axes or scales."""
 
 MAX_INPUT_ELEMENTS = 1 << 26  # maximum number of elements of a synthetic input
+
+MAX_CHECKED_WEIGHT_BYTES = 1 << 28
+"""Maximum size of external weights that the check of an upgrade reads, once for each of two sessions. Larger models get
+synthetic weights as inputs."""
+
+SYNTHETIC_WEIGHT_PERIOD = 1_000_003  # number of values after which they repeat; no usual size divides it
+SYNTHETIC_WEIGHT_STD = 0.02
+"""Standard deviation of synthetic weights, with which products of a few thousand values keep their size."""
 
 CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -93,15 +108,17 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise fail(f"the result is not valid: {first_line(error)}") from error
-    for node in (node for graph in nested_graphs(converted.graph) for node in graph.node):
-        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
-    retain_entries(converted.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
+    _show_runtime_ops(light, converted)
+    weights = {weight.name for weight in hoisted}
+    is_large = sum(map(tensor_bytes, external_tensors(source))) > MAX_CHECKED_WEIGHT_BYTES
+    is_checked = is_large and _is_equal_without_weights(light, converted, opset, weights)
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
         raise fail(f"onnx's converter changed the node {error} around a weight") from error
     result = model_from_message(converted, path=model.path, folder=model.source.folder)
-    _check_upgrade(model, result, opset)
+    if not is_checked:
+        _check_upgrade(model, result, opset)
     return result
 
 
@@ -147,6 +164,14 @@ def _hide_runtime_ops(message: Any) -> None:
         node.domain = HIDDEN_DOMAIN if node.op_type in hidden else node.domain
     if hidden:
         message.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
+
+
+def _show_runtime_ops(*messages: Any) -> None:
+    """Restore the domain of ops that were hidden."""
+    for message in messages:
+        for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
+            node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
+        retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:
@@ -270,8 +295,21 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
             getattr(graph, field).extend(getattr(source.graph, field))
 
 
-def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> None:
-    """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs."""
+def _is_equal_without_weights(source: Any, converted: Any, opset: int, weights: Container[str]) -> bool:
+    """Check ModelProtos with weights as inputs; return False on any error, because an op may accept only constants."""
+    models = [model_from_message(deepcopy(message)) for message in (source, converted)]
+    try:
+        _check_upgrade(models[0], models[1], opset, weights)
+    except ModelError:
+        return False
+    return True
+
+
+def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int, weights: Container[str] = ()) -> None:
+    """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs.
+
+    The inputs `weights` are weights of the model.
+    """
     fail = partial(_upgrade_error, source_model, opset)
     old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
     old_runner.start()
@@ -280,7 +318,8 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     except ModelError as error:
         raise fail(f"onnxruntime rejects the result: {runtime_reason(error)}") from error
     rng = np.random.default_rng(0)
-    input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
+    input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs if spec.name not in weights}
+    input_values |= _synthetic_weights([spec for spec in new_runner.inputs if spec.name in weights], rng)
     feeds = {name: value for name, value in input_values.items() if value is not None}
     # Random ops and inputs without suitable values allow no comparison.
     is_random = any(op.kind == "random" for graph in source_model.graphs.values() for op in graph.ops())
@@ -314,6 +353,21 @@ def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
     if spec.dtype == "bool" or spec.dtype.startswith(("int", "uint")):
         return None if hasattr(ml_dtypes, spec.dtype) else np.ones(shape, spec.dtype)
     return None
+
+
+def _synthetic_weights(specs: Iterable[InputSpec], rng: np.random.Generator) -> dict[str, Array | None]:
+    """Return values for weights, None if suitable ones are unknown; all of one type share the memory of the largest."""
+    values: dict[str, Array | None] = {}
+    memory: dict[str, Array] = {}
+    shapes = {spec: fully_known_shape(spec.shape) or () for spec in specs}
+    for spec in sorted(shapes, key=lambda spec: math.prod(shapes[spec]), reverse=True):
+        period = _synthetic_input(replace(spec, shape=(SYNTHETIC_WEIGHT_PERIOD,)), rng)
+        if period is not None and spec.dtype not in memory:
+            period = period * period.dtype.type(SYNTHETIC_WEIGHT_STD) if period.dtype.kind == "f" else period
+            memory[spec.dtype] = np.resize(period, math.prod(shapes[spec]))
+        largest = memory.get(spec.dtype)
+        values[spec.name] = None if largest is None else largest[: math.prod(shapes[spec])].reshape(shapes[spec])
+    return values
 
 
 def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:
