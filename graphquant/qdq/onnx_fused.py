@@ -184,7 +184,7 @@ class FusedOnnxFamily(OnnxFamily):
         return output
 
     def minimum_opset(self, request: FamilyRequest) -> int:
-        """Return the lowest opset that supports a request; the Cast of a folded weight of 4 bits has no other domain."""
+        """Return the lowest opset that supports a request; a folded weight of 4 bits needs a Cast of these."""
         is_cast = request.args.form == FOLDED_FORM and request.type.container in TYPES_OF_4_BITS
         return max(super().minimum_opset(request), OPSET_4_AND_16_BITS if is_cast else 0)
 
