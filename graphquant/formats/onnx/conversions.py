@@ -181,13 +181,18 @@ def _raise_function_opset(function: Any, opset: int) -> str:
         if entry.domain not in DEFAULT_DOMAINS or entry.version >= opset:
             continue
         for op_type in (str(node.op_type) for node in nodes):
-            try:
-                if _op_signature(op_type, entry.version) != _op_signature(op_type, opset):
-                    return op_type
-            except defs.SchemaError:
+            if _has_changed(op_type, entry.version, opset):
                 return op_type
         entry.version = opset
     return ""
+
+
+def _has_changed(op_type: str, old_opset: int, opset: int) -> bool:
+    """Return True if an op has other inputs or attributes in another opset, or is missing in one of them."""
+    try:
+        return _op_signature(op_type, old_opset) != _op_signature(op_type, opset)
+    except defs.SchemaError:
+        return True
 
 
 def _op_signature(op_type: str, opset: int) -> tuple[Any, ...]:
@@ -298,8 +303,13 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
 def _is_equal_without_weights(source: Any, converted: Any, opset: int, weights: Container[str]) -> bool:
     """Check ModelProtos with weights as inputs; return False on any error, because an op may accept only constants."""
     models = [model_from_message(deepcopy(message)) for message in (source, converted)]
+    nodes = [[node for graph in nested_graphs(message.graph) for node in graph.node] for message in (source, converted)]
+    op_types = {node.op_type for node in nodes[0] if node.domain in DEFAULT_DOMAINS and defs.has(node.op_type, opset)}
     try:
-        _check_upgrade(models[0], models[1], opset, weights)
+        if nodes[0] == nodes[1] and not any(_has_changed(op_type, models[0].opset, opset) for op_type in op_types):
+            OnnxRunner(models[1]).start()
+        else:
+            _check_upgrade(models[0], models[1], opset, weights)
     except ModelError:
         return False
     return True
@@ -357,16 +367,18 @@ def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
 
 def _synthetic_weights(specs: Iterable[InputSpec], rng: np.random.Generator) -> dict[str, Array | None]:
     """Return values for weights, None if suitable ones are unknown; all of one type share the memory of the largest."""
+    memory: dict[str, Array | None] = {}
     values: dict[str, Array | None] = {}
-    memory: dict[str, Array] = {}
     shapes = {spec: fully_known_shape(spec.shape) or () for spec in specs}
     for spec in sorted(shapes, key=lambda spec: math.prod(shapes[spec]), reverse=True):
-        period = _synthetic_input(replace(spec, shape=(SYNTHETIC_WEIGHT_PERIOD,)), rng)
-        if period is not None and spec.dtype not in memory:
-            period = period * period.dtype.type(SYNTHETIC_WEIGHT_STD) if period.dtype.kind == "f" else period
-            memory[spec.dtype] = np.resize(period, math.prod(shapes[spec]))
-        largest = memory.get(spec.dtype)
-        values[spec.name] = None if largest is None else largest[: math.prod(shapes[spec])].reshape(shapes[spec])
+        size = math.prod(shapes[spec])
+        if spec.dtype not in memory:
+            period = _synthetic_input(replace(spec, shape=(SYNTHETIC_WEIGHT_PERIOD,)), rng)
+            if period is not None and period.dtype.kind == "f":
+                period *= period.dtype.type(SYNTHETIC_WEIGHT_STD)
+            memory[spec.dtype] = None if period is None else np.resize(period, size)
+        largest = memory[spec.dtype]
+        values[spec.name] = None if largest is None else largest[:size].reshape(shapes[spec])
     return values
 
 
