@@ -82,6 +82,12 @@ def test_upgrade_of_a_large_model_reads_no_weights(
     monkeypatch.setattr(OnnxRunner, "run", lambda self, feeds: (fed.append(set(feeds)), run(self, feeds))[1])
     assert format_.upgrade_opset(model, 13).opset == 13
     assert fed == [{"x", "w"}, {"x", "w"}]
+    message.opset_import[0].version = 17
+    del message.graph.node[1]  # Add and Relu are the same ops in both opsets
+    message.graph.node[1].input[0] = "named"
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    assert format_.upgrade_opset(model_from_message(message, folder=tmp_path), 21).opset == 21
+    assert len(fed) == 2
 
 
 def test_upgrade_adds_no_inferred_shapes(load_text: Any) -> None:

@@ -20,6 +20,7 @@ from onnx.reference import ReferenceEvaluator
 
 import graphquant as gq
 from graphquant.api.strip import prove_stripped
+from graphquant.errors import UsageError
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
@@ -269,6 +270,18 @@ def test_negative_scales_of_another_tool(
     assert op_counts(stripped) == {"MatMul": 1} | ({"Gather": 1, "Transpose": 1} if has_table else {})
     for actual, expected in zip(run(stripped, feeds), (dense.T, dense), strict=False):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_folded_weights_of_4_bits_need_their_cast(tmp_path: Path) -> None:
+    """Below opset 21 a size budget offers no 4 bits for folded weights, which no runtime could load."""
+    table = np.random.default_rng(0).normal(size=(300, 64)).astype(np.float32)
+    message = parse("y = Gather(t, i)", "int64[n] i", "float[n, 64] y", {"t": table})
+    for opset, smallest in ((17, 300 * 64), (21, 300 * 32))[: 1 + supports_fused_form(FOLDED_4)]:
+        message.opset_import[0].version = opset
+        onnx.save(message, tmp_path / "m.onnx")
+        with pytest.raises(UsageError) as error:
+            gq.insert(tmp_path / "m.onnx", rules=["dynamic"], size_budget="1%", validate=False)
+        assert f"at least {smallest + 4 * 300:,} bytes" in str(error.value)
 
 
 @pytest.mark.parametrize("rules", ["weight_only_int4", "weight_only_int8", "dynamic"])
