@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from graphquant.utils.atomic_files import atomic_file, finished_part, write_file
+from graphquant.utils.atomic_files import atomic_file, finished_part
 
 MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searched for names of weights files
 _MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol buffer
 _CHUNK_BYTES = 1 << 22
 _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
+_JOURNAL_LINE = re.compile(r"^(\d+) ([0-9a-f]{64})$", re.MULTILINE)
 _SUFFIX_LENGTH = len("0123456789abcdef.data")
 
 
@@ -36,13 +37,14 @@ def may_have_external_data(path: Path) -> bool:
 class HashingWriter:
     """A binary file that is written from its start, with the SHA-256 digest of its content.
 
-    With a `journal`, which has the size of the file after a tensor, and the digest up to there, the file may have the
-    first tensors already. They are kept if the digest is theirs.
+    With a `journal`, whose lines have the size of the file after a tensor and the digest up to there, the file may have
+    the first tensors already. They are kept if the digest is theirs.
     """
 
     def __init__(self, file: IO[bytes], journal: Path | None = None) -> None:
         self._file, self._hash, self._size, self._journal = file, hashlib.sha256(), 0, journal
-        record = journal.read_text().split() if journal is not None and journal.exists() else ["0", self.digest]
+        text = journal.read_text() if journal is not None and journal.exists() else ""
+        record = [("0", self.digest), *_JOURNAL_LINE.findall(text)][-1]
         self._finished = int(record[0])  # bytes of the tensors that an interrupted process has written
         while self._size < self._finished and (data := file.read(min(_CHUNK_BYTES, self._finished - self._size))):
             self._hash.update(data)
@@ -65,10 +67,11 @@ class HashingWriter:
         return is_finished
 
     def finish_tensor(self) -> None:
-        """Record that a tensor ends here. Raises an OSError or a UsageError if the journal cannot be written."""
+        """Record that a tensor ends here. Raises an OSError if the journal cannot be written."""
         if self._journal is not None:
             self._file.flush()
-            write_file(self._journal, f"{self._size} {self.digest}")
+            with self._journal.open("a") as journal:  # to replace the file waits for the disk
+                journal.write(f"{self._size} {self.digest}\n")
 
     def tell(self) -> int:
         """Return the number of bytes written."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from graphquant.ir import MATRIX_PRODUCT_KINDS
 from graphquant.numerics import IntType, QType
 from graphquant.qdq.family import FusedForm
-from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OnnxFamily
+from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN, OPSET_4_AND_16_BITS, TYPES_OF_4_BITS, OnnxFamily
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,6 +182,11 @@ class FusedOnnxFamily(OnnxFamily):
             attrs = {"form": site.args.form, "accuracy_level": level, "bits": weight.bits}
             graph.replace_op(replace(graph.op(output.op), fused_attrs=attrs))
         return output
+
+    def minimum_opset(self, request: FamilyRequest) -> int:
+        """Return the lowest opset that supports a request; a folded weight of 4 bits needs a Cast of these."""
+        is_cast = request.args.form == FOLDED_FORM and request.type.container in TYPES_OF_4_BITS
+        return max(super().minimum_opset(request), OPSET_4_AND_16_BITS if is_cast else 0)
 
     def fused_forms(
         self, graph: Graph, use: Use, request: FamilyRequest, model_weights: int | None = None

@@ -7,14 +7,24 @@ unknown. Other tools drop a Relu or Clip whose limits a pair imposes anyway, so 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import (
+    CLAMPING_KINDS,
+    QUANTIZATION_KINDS,
+    TABLE_KINDS,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    TensorRef,
+    Use,
+)
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
@@ -45,14 +55,18 @@ def requantize(model: Model) -> Iterator[Step]:
     parameters = Parameters(model)  # scales and zero points do not change
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
-    for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):
+    pairs = _ops_of_kinds(model, {"dequantize", "qdq"})
+    for graph, op in sorted(pairs, key=lambda pair: not _is_table(pair[0], TensorRef(pair[0].name, pair[1].name))):
         float_tensor, known_params = _float_source(model, graph, op), read_qparams(graph, op, parameters)
         params = known_params if isinstance(known_params, QParams) else None
         operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
         edits = RecordedEdits(model)
         if float_tensor is None and params is not None and _reads_stored_integers(model, graph, op):
             if tuple(operands) not in float_constants:
-                float_constants[tuple(operands)] = _add_float_constant(model, edits, operands[0], op, params)
+                constant = _float_constant(model, operands[0], op, params)
+                float_constants[tuple(operands)] = _add_transposed_table(
+                    edits, graph, constant, float_constants.values()
+                ) or edits.add(model.graphs[operands[0].graph], constant)
             float_tensor = float_constants[tuple(operands)]
         elif float_tensor is not None and params is not None and _pair_removes_negatives(model, float_tensor, params):
             if float_tensor not in relu_outputs:
@@ -188,11 +202,11 @@ def _float_constant_name(op: Op) -> str:
     return name_match[1] if name_match else f"{op.name}/float"
 
 
-def _add_float_constant(model: Model, edits: RecordedEdits, integers: TensorRef, op: Op, params: QParams) -> TensorRef:
-    """Add a constant that replaces the output of `op`, which dequantizes `integers`."""
-    graph, output = model.graphs[integers.graph], op.outputs[0]
-    constant = new_op(
-        graph,
+def _float_constant(model: Model, integers: TensorRef, op: Op, params: QParams) -> Op:
+    """Return a constant that replaces the output of `op`, which dequantizes `integers`."""
+    output = op.outputs[0]
+    return new_op(
+        model.graphs[integers.graph],
         _float_constant_name(op),
         output.dtype,
         output.shape,
@@ -201,7 +215,26 @@ def _add_float_constant(model: Model, edits: RecordedEdits, integers: TensorRef,
         roles=(),
         read_value=partial(_dequantized_constant, model.op(integers), params, output.dtype),
     )
-    return edits.add(graph, constant)
+
+
+def _is_table(graph: Graph, tensor: TensorRef) -> bool:
+    return any(graph.graphs[use.graph].op(use.op).kind in TABLE_KINDS for use in graph.consumers(tensor))
+
+
+def _add_transposed_table(
+    edits: RecordedEdits, graph: Graph, constant: Op, tables: Iterable[TensorRef]
+) -> TensorRef | None:
+    """Add a Transpose in place of a constant with the values of a table, so that tied tables are stored once."""
+    shape, read_value = constant.outputs[0].shape or (), constant.read_value
+    for table in tables if constant.type == "Constant" and len(shape) == 2 else ():  # noqa: PLR2004  # rows and columns
+        stored = graph.graphs[table.graph].op(table.op)
+        is_similar = table.graph == graph.name and _is_table(graph, table) and stored.outputs[0].shape == shape[::-1]
+        if not is_similar or stored.kind != "constant" or stored.read_value is None or read_value is None:
+            continue
+        if np.array_equal(stored.read_value().T, read_value()):
+            fields = {"kind": "transpose", "type": "Transpose", "roles": ("input",), "attrs": {"perm": [1, 0]}}
+            return edits.add(graph, new_op(graph, constant.name, constant.outputs[0].dtype, shape, **fields), [table])
+    return None
 
 
 def _dequantized_constant(integers: Op, params: QParams, dtype: str | None) -> Array:

@@ -9,7 +9,7 @@ import base64
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,14 @@ from graphquant.formats.onnx.shape_inference import (
     nested_graphs,
     resolve_computed_shapes,
 )
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external, runtime_reason, type_and_shape
+from graphquant.formats.onnx.tensors import (
+    DEFAULT_DOMAINS,
+    first_line,
+    is_external,
+    runtime_reason,
+    tensor_bytes,
+    type_and_shape,
+)
 from graphquant.ir import TensorRef, fully_known_shape
 from graphquant.qdq.onnx_qdq import MICROSOFT_DOMAIN
 
@@ -47,6 +54,14 @@ MAX_VISIBLE_ELEMENTS = 1 << 10
 """Maximum number of elements of an initializer that the converter sees, as it may be a shape, axes or scales."""
 
 MAX_INPUT_ELEMENTS = 1 << 26  # maximum number of elements of a synthetic input
+
+MAX_CHECKED_WEIGHT_BYTES = 1 << 28
+"""Maximum size of external weights that the check of an upgrade reads, once for each of two sessions. Larger models get
+synthetic weights as inputs."""
+
+SYNTHETIC_WEIGHT_PERIOD = 1_000_003  # number of values after which they repeat; no usual size divides it
+SYNTHETIC_WEIGHT_STD = 0.02
+"""Standard deviation of synthetic weights, with which products of a few thousand values keep their size."""
 
 CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -93,15 +108,17 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise fail(f"the result is not valid: {first_line(error)}") from error
-    for node in (node for graph in nested_graphs(converted.graph) for node in graph.node):
-        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
-    retain_entries(converted.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
+    _show_runtime_ops(light, converted)
+    weights = {weight.name for weight in hoisted}
+    is_large = sum(map(tensor_bytes, external_tensors(source))) > MAX_CHECKED_WEIGHT_BYTES
+    is_checked = is_large and _is_equal_without_weights(light, converted, opset, weights)
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
         raise fail(f"onnx's converter changed the node {error} around a weight") from error
     result = model_from_message(converted, path=model.path, folder=model.source.folder)
-    _check_upgrade(model, result, opset)
+    if not is_checked:
+        _check_upgrade(model, result, opset)
     return result
 
 
@@ -149,6 +166,14 @@ def _hide_runtime_ops(message: Any) -> None:
         message.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
 
 
+def _show_runtime_ops(*messages: Any) -> None:
+    """Restore the domain of ops that were hidden."""
+    for message in messages:
+        for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
+            node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
+        retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
+
+
 def _raise_function_opset(function: Any, opset: int) -> str:
     """Raise the opset of a function, which onnx's converter ignores; return an op whose meaning changes, or ""."""
     nodes = [node for graph in nested_graphs(function) for node in graph.node if node.domain in DEFAULT_DOMAINS]
@@ -156,13 +181,18 @@ def _raise_function_opset(function: Any, opset: int) -> str:
         if entry.domain not in DEFAULT_DOMAINS or entry.version >= opset:
             continue
         for op_type in (str(node.op_type) for node in nodes):
-            try:
-                if _op_signature(op_type, entry.version) != _op_signature(op_type, opset):
-                    return op_type
-            except defs.SchemaError:
+            if _has_changed(op_type, entry.version, opset):
                 return op_type
         entry.version = opset
     return ""
+
+
+def _has_changed(op_type: str, old_opset: int, opset: int) -> bool:
+    """Return True if an op has other inputs or attributes in another opset, or is missing in one of them."""
+    try:
+        return _op_signature(op_type, old_opset) != _op_signature(op_type, opset)
+    except defs.SchemaError:
+        return True
 
 
 def _op_signature(op_type: str, opset: int) -> tuple[Any, ...]:
@@ -270,8 +300,26 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
             getattr(graph, field).extend(getattr(source.graph, field))
 
 
-def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> None:
-    """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs."""
+def _is_equal_without_weights(source: Any, converted: Any, opset: int, weights: Container[str]) -> bool:
+    """Check ModelProtos with weights as inputs; return False on any error, because an op may accept only constants."""
+    models = [model_from_message(deepcopy(message)) for message in (source, converted)]
+    nodes = [[node for graph in nested_graphs(message.graph) for node in graph.node] for message in (source, converted)]
+    op_types = {node.op_type for node in nodes[0] if node.domain in DEFAULT_DOMAINS and defs.has(node.op_type, opset)}
+    try:
+        if nodes[0] == nodes[1] and not any(_has_changed(op_type, models[0].opset, opset) for op_type in op_types):
+            OnnxRunner(models[1]).start()
+        else:
+            _check_upgrade(models[0], models[1], opset, weights)
+    except ModelError:
+        return False
+    return True
+
+
+def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int, weights: Container[str] = ()) -> None:
+    """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs.
+
+    The inputs `weights` are weights of the model.
+    """
     fail = partial(_upgrade_error, source_model, opset)
     old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
     old_runner.start()
@@ -280,7 +328,8 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     except ModelError as error:
         raise fail(f"onnxruntime rejects the result: {runtime_reason(error)}") from error
     rng = np.random.default_rng(0)
-    input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
+    input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs if spec.name not in weights}
+    input_values |= _synthetic_weights([spec for spec in new_runner.inputs if spec.name in weights], rng)
     feeds = {name: value for name, value in input_values.items() if value is not None}
     # Random ops and inputs without suitable values allow no comparison.
     is_random = any(op.kind == "random" for graph in source_model.graphs.values() for op in graph.ops())
@@ -314,6 +363,23 @@ def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
     if spec.dtype == "bool" or spec.dtype.startswith(("int", "uint")):
         return None if hasattr(ml_dtypes, spec.dtype) else np.ones(shape, spec.dtype)
     return None
+
+
+def _synthetic_weights(specs: Iterable[InputSpec], rng: np.random.Generator) -> dict[str, Array | None]:
+    """Return values for weights, None if suitable ones are unknown; all of one type share the memory of the largest."""
+    memory: dict[str, Array | None] = {}
+    values: dict[str, Array | None] = {}
+    shapes = {spec: fully_known_shape(spec.shape) or () for spec in specs}
+    for spec in sorted(shapes, key=lambda spec: math.prod(shapes[spec]), reverse=True):
+        size = math.prod(shapes[spec])
+        if spec.dtype not in memory:
+            period = _synthetic_input(replace(spec, shape=(SYNTHETIC_WEIGHT_PERIOD,)), rng)
+            if period is not None and period.dtype.kind == "f":
+                period *= period.dtype.type(SYNTHETIC_WEIGHT_STD)
+            memory[spec.dtype] = None if period is None else np.resize(period, size)
+        largest = memory[spec.dtype]
+        values[spec.name] = None if largest is None else largest[:size].reshape(shapes[spec])
+    return values
 
 
 def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:

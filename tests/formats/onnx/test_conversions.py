@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
+from graphquant.formats.onnx import conversions
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.runner import OnnxRunner
 from graphquant.ir import check_invariants
@@ -47,6 +49,45 @@ def test_upgrade_keeps_functions_weights_and_metadata(load_text: Any) -> None:
     assert [function.name for function in result.source.message.functions] == ["fn"]
     assert [entry.value for entry in result.source.message.metadata_props] == ["kept"]
     np.testing.assert_array_equal(format_.create_runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_upgrade_of_a_large_model_reads_no_weights(
+    load_text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    """Both models get equal synthetic weights. If their outputs differ, the check with the weights decides."""
+    message = load_text(OLD.replace("[N,2] x", "[4,2] x")).source.message
+    weight = message.graph.initializer[0]
+    weight.ClearField("float_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", "w.data"), ("length", "8")):
+        weight.external_data.add(key=key, value=value)
+    np.ones(2, np.float32).tofile(tmp_path / "w.data")
+    monkeypatch.setattr(conversions, "MAX_CHECKED_WEIGHT_BYTES", 7)
+    convert = conversions._convert
+
+    def convert_wrongly(light: Any, opset: int) -> Any:
+        converted = convert(light, opset)
+        converted.graph.node[-1].op_type = "Neg"
+        return converted
+
+    model = model_from_message(message, folder=tmp_path)
+    if is_wrong:
+        monkeypatch.setattr(conversions, "_convert", convert_wrongly)
+        with pytest.raises(ModelError, match="its output 'y' differs"):
+            format_.upgrade_opset(model, 13)
+        return
+    fed: list[set[str]] = []
+    run = OnnxRunner.run
+    monkeypatch.setattr(OnnxRunner, "run", lambda self, feeds: (fed.append(set(feeds)), run(self, feeds))[1])
+    assert format_.upgrade_opset(model, 13).opset == 13
+    assert fed == [{"x", "w"}, {"x", "w"}]
+    message.opset_import[0].version = 17
+    del message.graph.node[1]  # Add and Relu are the same ops in both opsets
+    message.graph.node[1].input[0] = "named"
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    assert format_.upgrade_opset(model_from_message(message, folder=tmp_path), 21).opset == 21
+    assert len(fed) == 2
 
 
 def test_upgrade_adds_no_inferred_shapes(load_text: Any) -> None:

@@ -398,6 +398,19 @@ def test_interrupted_commands_are_resumed(tmp_path: Path, monkeypatch: pytest.Mo
     assert runs.files(output) == runs.files(whole)
 
 
+def test_truncated_line_of_the_journal_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of the lines before it are kept."""
+    write_branched_model(tmp_path, external=True)
+    runs, output = Interruption(monkeypatch), tmp_path / "out" / "q.onnx"
+    full = runs.run(output)
+    runs.run(output, code=130, written=3)
+    journal = output.with_name(".q.onnx.resume") / "journal"
+    lines = journal.read_text().splitlines()
+    assert len(lines) == 3
+    journal.write_text("\n".join(lines)[:-5])
+    assert runs.run(output)["written"] == full["written"] - 2
+
+
 @pytest.mark.parametrize("damage", ["weights", "journal", "source", "rules"])
 def test_stale_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """Parts that were damaged, and those of another source or other options, are computed again."""

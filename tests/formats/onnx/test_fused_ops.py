@@ -20,6 +20,7 @@ from onnx.reference import ReferenceEvaluator
 
 import graphquant as gq
 from graphquant.api.strip import prove_stripped
+from graphquant.errors import UsageError
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.onnx import file_writer
 from graphquant.formats.onnx.fused_ops import pack_elements, unpack_elements
@@ -266,9 +267,34 @@ def test_negative_scales_of_another_tool(
     dense = ((integers - np.repeat(zeros, 32, 1)) * np.repeat(scales, 32, 1))[:, :columns]
     feeds = {"x": np.eye(columns, dtype=np.float32)} | ({"i": np.arange(rows)} if has_table else {})
     stripped = onnx_format.emit(gq.strip(tmp_path / "other.onnx", everything=True).model)
-    assert op_counts(stripped) == {"MatMul": 1} | ({"Gather": 1} if has_table else {})
+    assert op_counts(stripped) == {"MatMul": 1} | ({"Gather": 1, "Transpose": 1} if has_table else {})
     for actual, expected in zip(run(stripped, feeds), (dense.T, dense), strict=False):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@needs_byte_tables
+@pytest.mark.parametrize("rules", ["weight_only_int4", "weight_only_int8", "dynamic"])
+def test_requantized_tied_tables_are_stored_once(tmp_path: Path, rules: str) -> None:
+    """The table that both ops of a model of ONNX Runtime GenAI read in 4 bits has one constant afterwards."""
+    rows, columns = 600, 256
+    rng = np.random.default_rng(0)
+    weights = {
+        "q": rng.integers(0, 256, (rows, columns // 32, 16)).astype(np.uint8),
+        "s": rng.uniform(0.01, 0.02, (rows, columns // 32)).astype(np.float32),
+        "size": np.array([rows, columns // 2]),
+    }
+    body = f"""t = Reshape(q, size)
+        e = com.microsoft.GatherBlockQuantized<bits = 4, block_size = 32, gather_axis = 0, quantize_axis = 1>(t, i, s)
+        y = com.microsoft.MatMulNBits<K = {columns}, N = {rows}, bits = 4, block_size = 32>(e, q, s)"""
+    message = parse(body, "int64[n] i", f"float[n, {rows}] y", weights)
+    onnx.save(message, tmp_path / "m.onnx")
+    result = gq.insert(tmp_path / "m.onnx", rules=[rules], requantize=True, validate=False)
+    assert len(result.plan.sites) == 1
+    result.save(tmp_path / "q.onnx")
+    initializers = onnx.load(tmp_path / "q.onnx").graph.initializer
+    assert [np.prod(each.dims) for each in initializers if np.prod(each.dims) >= rows * columns] == [rows * columns]
+    feeds = {"i": np.arange(0, rows, 7)}
+    assert sqnr(run(message, feeds)[0], run(onnx.load(tmp_path / "q.onnx"), feeds)[0]) > 30
 
 
 @pytest.mark.parametrize("per", ["channel", "tensor"])
@@ -1105,6 +1131,19 @@ def test_tied_tables_are_stored_once(tmp_path: Path, product: str, rules: str, c
 
 
 needs_folded_4 = pytest.mark.skipif(not supports_fused_form(FOLDED_4), reason="this release folds no weights of 4 bits")
+
+
+@needs_folded_4
+def test_folded_weights_of_4_bits_need_their_cast(tmp_path: Path) -> None:
+    """Below opset 21 a size budget offers no 4 bits for folded weights, which no runtime could load."""
+    table = np.random.default_rng(0).normal(size=(300, 64)).astype(np.float32)
+    message = parse("y = Gather(t, i)", "int64[n] i", "float[n, 64] y", {"t": table})
+    for opset, smallest in ((17, 300 * 64), (21, 300 * 32)):
+        message.opset_import[0].version = opset
+        onnx.save(message, tmp_path / "m.onnx")
+        with pytest.raises(UsageError) as error:
+            gq.insert(tmp_path / "m.onnx", rules=["dynamic"], size_budget="1%", validate=False)
+        assert f"at least {smallest + 4 * 300:,} bytes" in str(error.value)
 
 
 @needs_folded_4
