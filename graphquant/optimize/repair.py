@@ -359,7 +359,7 @@ class _Repair:
         self._aim = request.target_sqnr + AIM_MARGIN_DB
         on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
         if on:
-            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            measure, limit = self._measure_switched(self._quantized_recipe(), groups, BISECTION_LIMITS)
             self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit), self._noise(groups)))
 
     def _judge_on_holdout(self, recipe: Recipe) -> float:
@@ -554,6 +554,10 @@ class _Repair:
             cost=sum(costs[key] for key in used) / (sum(costs.values()) or 1.0),
         )
 
+    def _quantized_recipe(self) -> Recipe:
+        """Return the current recipe without float blocks."""
+        return replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+
     def _op_costs(self) -> dict[OpKey, float]:
         """Return the multiply-adds of each op, in graph order."""
         if not self._costs:
@@ -569,7 +573,8 @@ class _Repair:
     def _find_groups(self) -> list[ScaleGroup]:
         """Return the sites that share a scale, with the blocks that must be float before they can, and their errors.
 
-        A tensor between two blocks stays quantized unless both are float. The errors are those of the default plan.
+        A tensor between two blocks stays quantized unless both are float. The errors are those of the plan when they
+        are first needed, because scaled channels change them.
         """
         if not self._groups:
             model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
@@ -580,7 +585,7 @@ class _Repair:
             for number, group in enumerate(groups):
                 members[min(group.ops)].append(number)
             by_block = [members[key] for key in sorted(members)]
-            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            measure, limit = self._measure_switched(self._quantized_recipe(), groups, BISECTION_LIMITS)
             max_error, noise = 10 ** (-self._aim / 10), self._noise(groups)
             parts = bisect_errors(measure, by_block, limit, max_error)
             # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
@@ -608,8 +613,9 @@ class _Repair:
         Where groups were only measured together, the noisier ones cause more of their error, and an int32 bias nearly
         none. Root mean squares, not squares, because the rest of the model amplifies some groups more than others.
         """
-        plan, stats = self._plan(DEFAULT_RECIPE, quick=True), self._workspaces[()].stats
-        pairs = self._build(DEFAULT_RECIPE, quick=True).insertions
+        recipe = self._quantized_recipe()
+        plan, stats = self._plan(recipe, quick=True), self._workspace(recipe).stats
+        pairs = self._build(recipe, quick=True).insertions
         noise = {pair.site.tensor: 2.0 ** (1 - pair.site.scheme.type.bits) for pair in pairs}  # 8 bits: 42 dB
         losses = activation_sqnr(pairs, stats.sketches if stats else {})
         noise |= {loss.tensor: 10 ** (-loss.sqnr / 20) for loss in losses}
@@ -675,7 +681,9 @@ class _Repair:
         self._request.budget.charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
-        state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
+        state = run_precalibration_algorithms(
+            request.prepared, plan, request.calibration, has_stats=False, validates=False
+        )
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
@@ -708,7 +716,7 @@ class _Repair:
 
     def _search_float_blocks(self) -> None:
         """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
-        base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+        base = self._quantized_recipe()
         self._request.budget.work -= self._final_work  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
