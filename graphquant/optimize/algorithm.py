@@ -202,8 +202,8 @@ def _measure_output_errors(
     runner = with_selections(plain_runner, float_runner)
     names = [
         name
-        for name in compared_outputs(float_runner, runner, {name: name for name in float_runner.outputs})
-        if name in float_outputs[0] and float_outputs[0][name].dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
+        for name in compared_outputs(float_runner, runner, {name: name for name in float_outputs[0]})
+        if float_outputs[0][name].dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
     ]
     values = {name: [outputs[name] for outputs in float_outputs] for name in names}
     powers = [np.mean([_squared_error(each, np.zeros_like(each)) for each in values[name]]) or 1.0 for name in names]
@@ -238,16 +238,17 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     before, after = before[comparable], after[comparable]
     if len(before) < MIN_COMPARABLE_SAMPLES:
         return f"only {len(before)} samples have outputs of the same shape as in float, with finite values"
-    return _gain_rejection(before, after, min_standard_errors)
+    reason = _gain_rejection(before, after, min_standard_errors)
+    if reason and before.mean(0).max() > 10 ** (-DEFAULT_MIN_SQNR / 10):
+        worst_gain = _error_reduction_db(before.sum(0).max(), after.sum(0).max())
+        if np.all(_error_reduction_db(before.sum(0), after.sum(0)) >= -worst_gain):
+            worst = (errors.max(1, keepdims=True) for errors in (before, after))
+            reason = reason if _gain_rejection(*worst, min_standard_errors) else ""
+    return reason
 
 
 def _gain_rejection(before: Array, after: Array, min_standard_errors: float) -> str:
     """Return the reason to reject an algorithm by what its outputs gain and lose, or ""."""
-    if before.shape[1] > 1 and before.mean(0).max() > 10 ** (-DEFAULT_MIN_SQNR / 10):
-        worst_gain = _error_reduction_db(before.sum(0).max(), after.sum(0).max())
-        largest_loss = -_error_reduction_db(before.sum(0), after.sum(0)).min()
-        if largest_loss <= worst_gain:
-            before, after = before.max(1, keepdims=True), after.max(1, keepdims=True)
     gains = np.sqrt(before) - np.sqrt(after)
     standard_error = gains.std(0, ddof=1) / np.sqrt(len(gains))
     mean_gain = gains.mean(0)

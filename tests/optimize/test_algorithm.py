@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from graphquant.ir import TensorRef
+from graphquant.ir import Graph, Model, TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
@@ -29,6 +29,7 @@ class Runner:
 
     outputs = ("y",)
     output_tensors: ClassVar = {}
+    model = Model(format="onnx", graphs={"": Graph("", {})})
 
     def __init__(self, outputs):
         self._outputs = iter(outputs)
@@ -122,10 +123,10 @@ def test_errors_of_outputs():
     actual = [{"y": np.array([3.0, 3.0]), "z": np.array([2.0])}, {"y": np.array([5.0])}]
     edits = SimpleNamespace(rewritten=lambda: (actual, []))
     data = AlgorithmData(feeds=[], validation_feeds=[None, None], create_runner=Runner)
-    errors = algorithm._measure_output_errors(edits, expected, data).errors
+    errors = algorithm._measure_output_errors(edits, Runner(expected), expected, data).errors
     assert errors.tolist() == [[1 / 25, 4.0], [np.inf, np.inf]]
     large, actual[:] = {"y": np.full(1, 1e30, np.float32)}, [{"y": np.full(1, 0.9e30, np.float32)}] * 2
-    assert algorithm._measure_output_errors(edits, [large] * 2, data).errors == pytest.approx(0.01)
+    assert algorithm._measure_output_errors(edits, Runner([]), [large] * 2, data).errors == pytest.approx(0.01)
 
 
 def test_observed_tensors():
@@ -253,7 +254,7 @@ def test_decisions(seed):
     decisions = set()
     for _ in range(100):
         shape = rng.choice([3, 4, 7, 8, 11, 12, 16, 16, 16, 40]), rng.integers(1, 3)
-        before = rng.lognormal(0, rng.choice([0.1, 1.0]), shape)
+        before = 1e-5 * rng.lognormal(0, rng.choice([0.1, 1.0]), shape)  # all outputs are above the target
         gain = rng.uniform(-0.6, 1.0, shape[1]) + rng.choice([0.2, 1.0, 3.0]) * rng.normal(size=shape)
         unchanged = rng.random(shape) < (0.1 if shape[0] > 8 else 0.0)
         after = np.where(unchanged, before, before * 10 ** (-gain / 10))
@@ -263,6 +264,14 @@ def test_decisions(seed):
         assert bool(expected) == bool(reason)
         decisions.add(expected[:5])
     assert decisions >= {"", "by a ", "witho", "more "}
+
+
+@pytest.mark.parametrize(("scale", "loss", "kept"), [(1.0, 1.25, True), (1.0, 5.0, False), (1e-3, 1.25, False)])
+def test_worst_output_decides_below_the_target(scale, loss, kept):
+    """Below 20 dB, the others may lose as much as the worst output gains; above, none may lose."""
+    before = scale * np.array([[0.2, 0.02]] * 16)  # 7 and 17 dB, or 37 and 47
+    after = before * [0.5, loss]
+    assert bool(rejection_reason(before * np.linspace(0.9, 1.1, 16)[:, None], after)) != kept
 
 
 def test_limits_of_decisions():
