@@ -90,6 +90,7 @@ MAX_HOLDOUT_GAP_DB = 6.0  # more error in dB of the hold-out from which plans ar
 MAX_EXCESS_DB = 0.5  # dB above the aim from which a cheaper plan is searched for
 MIN_SEARCH_PLANS = 4  # number of plans whose work must be left for that
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
+MAX_BUILT_PLANS = 6  # maximum number of plans that a search builds, each with other estimates of the errors
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
@@ -732,13 +733,16 @@ class _Repair:
             sqnr = error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
-        for _ in range(MAX_ROUNDS):
+        met_offset, missed_offset = -math.inf, math.inf  # of plans that met the aim, and that missed it
+        for _ in range(MAX_BUILT_PLANS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             recipe = self._with_float_blocks(base, high_precision_ops(groups, result.selection))
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
             gain = self._algorithm_gains.get(base.algorithms, math.inf)
             work = self._plan_work(base, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(base))
             if result.stop_reason is not None or work > self._request.budget.remaining:
+                if math.isfinite(met_offset):
+                    return
                 self._request.budget.extend(work)
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
@@ -748,7 +752,11 @@ class _Repair:
                 return  # the plan meets the aim, and too little work is left for a cheaper one
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
+            met_offset = offset if missing <= 0 else met_offset
+            missed_offset = offset if missing > 0 else missed_offset
             offset -= missing
+            if not met_offset < offset < missed_offset:  # plans would alternate between too much and too little float
+                offset = (met_offset + missed_offset) / 2
 
     def _add_float_blocks(self) -> None:
         """Add float blocks by their estimated errors until the hold-out meets the target, if no other plan does.
