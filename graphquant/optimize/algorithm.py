@@ -242,8 +242,8 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     if reason and before.mean(0).max() > 10 ** (-DEFAULT_MIN_SQNR / 10):
         worst_gain = _error_reduction_db(before.sum(0).max(), after.sum(0).max())
         if np.all(_error_reduction_db(before.sum(0), after.sum(0)) >= -worst_gain):
-            worst = (errors.max(1, keepdims=True) for errors in (before, after))
-            reason = reason if _gain_rejection(*worst, min_standard_errors) else ""
+            worst_before, worst_after = before.max(1, keepdims=True), after.max(1, keepdims=True)
+            reason = reason if _gain_rejection(worst_before, worst_after, min_standard_errors) else ""
     return reason
 
 

@@ -754,9 +754,7 @@ class _Repair:
                 raise SearchLimitError(result.stop_reason)
             met_offset = offset if missing <= 0 else met_offset
             missed_offset = offset if missing > 0 else missed_offset
-            offset -= missing
-            if not met_offset < offset < missed_offset:  # plans would alternate between too much and too little float
-                offset = (met_offset + missed_offset) / 2
+            offset = step_between(offset - missing, met_offset, missed_offset)
 
     def _add_float_blocks(self) -> None:
         """Add float blocks by their estimated errors until the hold-out meets the target, if no other plan does.
@@ -814,6 +812,11 @@ class _Repair:
                 recipe = replace(recipe, algorithms=tuple(name for name in recipe.algorithms if name not in dropped))
             if recipe != self._current and (sqnr := self._estimate(recipe)) >= self._aim:
                 self._current, self._current_sqnr = recipe, sqnr
+
+
+def step_between(value: float, low: float, high: float) -> float:
+    """Return `value`, or the middle of the limits if it is outside of them, where steps would alternate."""
+    return value if low < value < high else (low + high) / 2
 
 
 def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
+import graphquant as gq
+from graphquant.analysis.measured_outputs import with_selections
+from graphquant.formats import onnx as onnx_format
 from graphquant.ir import Graph, Model, TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import (
@@ -272,6 +277,28 @@ def test_worst_output_decides_below_the_target(scale, loss, kept):
     before = scale * np.array([[0.2, 0.02]] * 16)  # 7 and 17 dB, or 37 and 47
     after = before * [0.5, loss]
     assert bool(rejection_reason(before * np.linspace(0.9, 1.1, 16)[:, None], after)) != kept
+
+
+def test_selections_are_compared(tmp_path):
+    """Where rows are selected by their values, the values before count: other rows are no error of the ops before."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,2] y) <int64[1] k = {2}> {
+        c = MatMul(x, w) y, i = TopK(c, k) }"""
+    model = onnx.parser.parse_model(text)
+    runners = []
+    for name, difference in (("float", 0.0), ("quantized", 0.01)):
+        message = onnx.ModelProto()
+        message.CopyFrom(model)
+        weight = np.eye(4, dtype=np.float32) + np.float32(difference)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+        onnx.save(message, tmp_path / f"{name}.onnx")
+        runner = onnx_format.create_runner(gq.load(tmp_path / f"{name}.onnx"))
+        runners.append(with_selections(runner, *runners))
+    feeds = [{"x": np.arange(4, dtype=np.float32)[None]}] * 3
+    expected = list(runners[0].run_each(feeds))
+    edits = SimpleNamespace(rewritten=lambda: (runners[1].model, []))
+    data = AlgorithmData(feeds=[], validation_feeds=feeds, create_runner=onnx_format.create_runner)
+    errors = algorithm._measure_output_errors(edits, runners[0], expected, data).errors
+    assert errors == pytest.approx(np.full((3, 1), 4 * 0.06**2 / 14), rel=1e-4)  # of the four values before
 
 
 def test_limits_of_decisions():
