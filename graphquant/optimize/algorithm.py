@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from graphquant.analysis.measured_outputs import compared_outputs
+from graphquant.analysis.measured_outputs import compared_outputs, with_selections
+from graphquant.analysis.validation import DEFAULT_MIN_SQNR
 from graphquant.formats import run_outputs, share_runner
 from graphquant.ir import Model, TensorRef, Use, check_invariants
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
@@ -147,6 +148,7 @@ def apply_validated(
         too_few = f"there are {count} validation samples, and it needs at least {MIN_VALIDATION_SAMPLES}"
         all_skipped: list[AlgorithmResult] = [skipped_algorithm(name, too_few) for name, *_ in algorithms]
         return replace(state, results=(*state.results, *all_skipped))
+    float_runner: Runner
     float_outputs: SampleOutputs = []
     measured: _MeasuredEdits | None = None
     for name, apply, min_standard_errors in algorithms:
@@ -158,11 +160,14 @@ def apply_validated(
             continue
         if measured is None:
             edits = solve_state(state)
-            runner = samples.create_runner(edits.model)
-            float_outputs = list(run_outputs(runner, samples.validation_feeds))
-            measured = _measure_output_errors(edits, float_outputs, samples)
+            plain_runner = samples.create_runner(edits.model)
+            float_runner = with_selections(plain_runner)
+            is_plain = float_runner is plain_runner
+            feeds = samples.validation_feeds
+            float_outputs = list(run_outputs(plain_runner, feeds) if is_plain else float_runner.run_each(feeds))
+            measured = _measure_output_errors(edits, float_runner, float_outputs, samples)
             measured.runner.free_session()
-        candidate_measured = _measure_output_errors(solve_state(candidate), float_outputs, samples)
+        candidate_measured = _measure_output_errors(solve_state(candidate), float_runner, float_outputs, samples)
         reason = rejection_reason(measured.errors, candidate_measured.errors, min_standard_errors)
         if reason:
             skipped = skipped_algorithm(name, f"{reason}, measured on {count} validation samples")
@@ -188,13 +193,16 @@ class _MeasuredEdits(NamedTuple):
             self.edits.integer_cache.last_rewrite = self.edits.model, self.edits.solution, self.rewritten
 
 
-def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> _MeasuredEdits:
+def _measure_output_errors(
+    edits: WeightEdits, float_runner: Runner, float_outputs: SampleOutputs, samples: AlgorithmData
+) -> _MeasuredEdits:
     """Measure the error of the quantized model of edits on the validation samples."""
     rewritten = edits.rewritten()
-    runner = share_runner(samples.create_runner(rewritten[0]), "quantized")
+    plain_runner = share_runner(samples.create_runner(rewritten[0]), "quantized")
+    runner = with_selections(plain_runner, float_runner)
     names = [
         name
-        for name in compared_outputs(runner, runner, {name: name for name in float_outputs[0]})
+        for name in compared_outputs(float_runner, runner, {name: name for name in float_outputs[0]})
         if float_outputs[0][name].dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
     ]
     values = {name: [outputs[name] for outputs in float_outputs] for name in names}
@@ -203,7 +211,7 @@ def _measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, sam
     for outputs, quantized in zip(float_outputs, runner.run_each(samples.validation_feeds), strict=True):
         rows.append([_squared_error(outputs[name], quantized.get(name)) for name in names])
     errors = np.array(rows).reshape(len(rows), len(names)) / powers
-    return _MeasuredEdits(errors, runner, edits, rewritten)
+    return _MeasuredEdits(errors, plain_runner, edits, rewritten)
 
 
 MIN_COMPARABLE_SAMPLES = 2  # the least with a standard error
@@ -230,7 +238,13 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     before, after = before[comparable], after[comparable]
     if len(before) < MIN_COMPARABLE_SAMPLES:
         return f"only {len(before)} samples have outputs of the same shape as in float, with finite values"
-    return _gain_rejection(before, after, min_standard_errors)
+    reason = _gain_rejection(before, after, min_standard_errors)
+    if reason and before.mean(0).max(initial=0) > 10 ** (-DEFAULT_MIN_SQNR / 10):
+        worst_gain = _error_reduction_db(before.sum(0).max(), after.sum(0).max())
+        if np.all(_error_reduction_db(before.sum(0), after.sum(0)) >= -worst_gain):
+            worst_before, worst_after = before.max(1, keepdims=True), after.max(1, keepdims=True)
+            reason = reason if _gain_rejection(worst_before, worst_after, min_standard_errors) else ""
+    return reason
 
 
 def _gain_rejection(before: Array, after: Array, min_standard_errors: float) -> str:

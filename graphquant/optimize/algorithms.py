@@ -232,12 +232,12 @@ def _rewrite_edited(edits: WeightEdits, *, float_weights: bool) -> BuiltModel:
 
 
 def run_precalibration_algorithms(
-    prepared: Model, plan: Plan, calibration_data: Dataset | None, *, has_stats: bool
+    prepared: Model, plan: Plan, calibration_data: Dataset | None, *, has_stats: bool, validates: bool = True
 ) -> PreCalibrationState:
     """Run the algorithms of a plan that change the model before calibration.
 
     The model is not modified. `has_stats` is true if statistics, which describe the unchanged model, provide the
-    ranges. Raises a DataError if a sample cannot be read.
+    ranges, and `validates` is false if the caller measures the result. Raises a DataError if a sample cannot be read.
     """
     algorithms = [name for name in plan.algorithms if name in PRE_CALIBRATION_ALGORITHMS]
     unchanged = PreCalibrationState(model=prepared, plan=plan)
@@ -255,24 +255,24 @@ def run_precalibration_algorithms(
         return replace(clipped, results=(*skipped, *clipped.results))
     samples = None if calibration_data is None else _algorithm_samples(prepared, plan, calibration_data)
     try:
-        return apply_precalibration(prepared, plan, algorithms, samples)
+        return apply_precalibration(prepared, plan, algorithms, samples, validates=validates)
     except ModelError as error:
         return replace(unchanged, results=tuple(skipped_algorithm(name, str(error)) for name in algorithms))
 
 
 def apply_precalibration(
-    model: Model, plan: Plan, requested: Sequence[str], samples: AlgorithmData | None
+    model: Model, plan: Plan, requested: Sequence[str], samples: AlgorithmData | None, *, validates: bool = True
 ) -> PreCalibrationState:
-    """Apply the requested algorithms, and undo each that brings no gain on the validation samples.
+    """Apply the requested algorithms and, if `validates`, undo each that brings no gain on the validation samples.
 
     Without samples, because no site needs data, nothing is known of the activations, and nothing is undone. Raises a
     ModelError if the model cannot be run.
     """
     state = PreCalibrationState(model=model, plan=plan)
     ordered = [(name, apply) for name, apply in PRE_CALIBRATION_ALGORITHMS.items() if name in requested]
-    if samples is None:
+    if samples is None or not validates:
         for name, apply in ordered:
-            state = apply(state, None)
+            state = apply(state, samples)
             check_invariants(state.model, name)
         return state
 

@@ -90,6 +90,7 @@ MAX_HOLDOUT_GAP_DB = 6.0  # more error in dB of the hold-out from which plans ar
 MAX_EXCESS_DB = 0.5  # dB above the aim from which a cheaper plan is searched for
 MIN_SEARCH_PLANS = 4  # number of plans whose work must be left for that
 MAX_ROUNDS = 3  # maximum number of searches, each with a higher aim, until the hold-out meets the target
+MAX_BUILT_PLANS = 6  # maximum number of plans that a search builds, each with other estimates of the errors
 REPAIR_SAMPLES = 16  # maximum number of samples on which plans are measured
 MIN_PLANS = 30  # number of plans that can be measured, if need be on fewer samples
 MAX_PLANS = 60  # number of plans at which the progress bar is full
@@ -359,7 +360,7 @@ class _Repair:
         self._aim = request.target_sqnr + AIM_MARGIN_DB
         on = [number for number, group in enumerate(groups) if self._current.float_sites.isdisjoint(group.sites)]
         if on:
-            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            measure, limit = self._measure_switched(self._quantized_recipe(), groups, BISECTION_LIMITS)
             self._groups = _with_errors(groups, share_errors(bisect_errors(measure, [on], limit), self._noise(groups)))
 
     def _judge_on_holdout(self, recipe: Recipe) -> float:
@@ -554,6 +555,10 @@ class _Repair:
             cost=sum(costs[key] for key in used) / (sum(costs.values()) or 1.0),
         )
 
+    def _quantized_recipe(self) -> Recipe:
+        """Return the current recipe without float blocks."""
+        return replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+
     def _op_costs(self) -> dict[OpKey, float]:
         """Return the multiply-adds of each op, in graph order."""
         if not self._costs:
@@ -569,7 +574,8 @@ class _Repair:
     def _find_groups(self) -> list[ScaleGroup]:
         """Return the sites that share a scale, with the blocks that must be float before they can, and their errors.
 
-        A tensor between two blocks stays quantized unless both are float. The errors are those of the default plan.
+        A tensor between two blocks stays quantized unless both are float. The errors are those of the plan when they
+        are first needed, because scaled channels change them.
         """
         if not self._groups:
             model, plan = self._request.workspace.state.model, self._plan(DEFAULT_RECIPE, quick=True)
@@ -580,7 +586,7 @@ class _Repair:
             for number, group in enumerate(groups):
                 members[min(group.ops)].append(number)
             by_block = [members[key] for key in sorted(members)]
-            measure, limit = self._measure_switched(DEFAULT_RECIPE, groups, BISECTION_LIMITS)
+            measure, limit = self._measure_switched(self._quantized_recipe(), groups, BISECTION_LIMITS)
             max_error, noise = 10 ** (-self._aim / 10), self._noise(groups)
             parts = bisect_errors(measure, by_block, limit, max_error)
             # Errors that miss the aim alone hide the differences of the others, so these are measured without them.
@@ -608,8 +614,9 @@ class _Repair:
         Where groups were only measured together, the noisier ones cause more of their error, and an int32 bias nearly
         none. Root mean squares, not squares, because the rest of the model amplifies some groups more than others.
         """
-        plan, stats = self._plan(DEFAULT_RECIPE, quick=True), self._workspaces[()].stats
-        pairs = self._build(DEFAULT_RECIPE, quick=True).insertions
+        recipe = self._quantized_recipe()
+        plan, stats = self._plan(recipe, quick=True), self._workspace(recipe).stats
+        pairs = self._build(recipe, quick=True).insertions
         noise = {pair.site.tensor: 2.0 ** (1 - pair.site.scheme.type.bits) for pair in pairs}  # 8 bits: 42 dB
         losses = activation_sqnr(pairs, stats.sketches if stats else {})
         noise |= {loss.tensor: 10 ** (-loss.sqnr / 20) for loss in losses}
@@ -676,7 +683,9 @@ class _Repair:
         self._request.budget.charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
-        state = run_precalibration_algorithms(request.prepared, plan, request.calibration, has_stats=False)
+        state = run_precalibration_algorithms(
+            request.prepared, plan, request.calibration, has_stats=False, validates=False
+        )
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):
             return
@@ -709,7 +718,7 @@ class _Repair:
 
     def _search_float_blocks(self) -> None:
         """Keep the blocks in float that cost the fewest multiply-adds for the missing decibels."""
-        base = replace(self._current, float_sites=frozenset(), float_blocks=(), cost=0.0)
+        base = self._quantized_recipe()
         self._request.budget.work -= self._final_work  # from here, the final plan is among those that are built
         self._final_work = 0.0
         groups, costs = self._find_groups(), self._block_costs()
@@ -725,13 +734,16 @@ class _Repair:
             sqnr = error_to_db(measure_error(on)) + offset if on else -math.inf
             return PlanQuality(met=sqnr >= self._aim, sqnr=sqnr)
 
-        for _ in range(MAX_ROUNDS):
+        met_offset, missed_offset = -math.inf, math.inf  # of plans that met the aim, and that missed it
+        for _ in range(MAX_BUILT_PLANS):
             result = search_cheapest_plan(groups, costs, measure, target_sqnr=self._aim)
             recipe = self._with_float_blocks(base, high_precision_ops(groups, result.selection))
             # The best plan so far still has to be built: with algorithms and, to know their gain, without them.
             gain = self._algorithm_gains.get(base.algorithms, math.inf)
             work = self._plan_work(base, quick=True) + (0.0 if abs(gain) <= MAX_SHIFT_DB else self._plan_work(base))
             if result.stop_reason is not None or work > self._request.budget.remaining:
+                if math.isfinite(met_offset):
+                    return
                 self._request.budget.extend(work)
             self._try_float(recipe)
             missing = self._aim - self._estimate(recipe)
@@ -741,7 +753,9 @@ class _Repair:
                 return  # the plan meets the aim, and too little work is left for a cheaper one
             if result.stop_reason is not None:
                 raise SearchLimitError(result.stop_reason)
-            offset -= missing
+            met_offset = offset if missing <= 0 else met_offset
+            missed_offset = offset if missing > 0 else missed_offset
+            offset = step_between(offset - missing, met_offset, missed_offset)
 
     def _add_float_blocks(self) -> None:
         """Add float blocks by their estimated errors until the hold-out meets the target, if no other plan does.
@@ -799,6 +813,11 @@ class _Repair:
                 recipe = replace(recipe, algorithms=tuple(name for name in recipe.algorithms if name not in dropped))
             if recipe != self._current and (sqnr := self._estimate(recipe)) >= self._aim:
                 self._current, self._current_sqnr = recipe, sqnr
+
+
+def step_between(value: float, low: float, high: float) -> float:
+    """Return `value`, or the middle of the limits if it is outside of them, where steps would alternate."""
+    return value if low < value < high else (low + high) / 2
 
 
 def _block_keys(blocks: Sequence[Block]) -> list[OpKey]:

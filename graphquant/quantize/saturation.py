@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import RESHAPING_KINDS, TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import QUANTIZATION_KINDS, RESHAPING_KINDS, TRANSPARENT_KINDS, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, Range
 from graphquant.quantize.ties import RELU_LIMITS, clip_limits
 
@@ -128,6 +129,23 @@ def is_read_by_maximum(model: Model, uses: Collection[Use]) -> bool:
         else:
             return False
     return is_read and not pending
+
+
+_END_KINDS = RESHAPING_KINDS | TRANSPARENT_KINDS | QUANTIZATION_KINDS | {"flatten"}
+
+
+def is_read_by_last_softmax(model: Model, uses: Collection[Use]) -> bool:
+    """Return True if only a softmax reads a tensor, and no op computes anything from the probabilities."""
+    pending, is_probability = [(use, False) for use in uses], False
+    for use, behind_softmax in islice(pending, MAX_OPS):
+        graph = model.graphs[use.graph]
+        op = graph.op(use.op)
+        is_softmax = op.kind in {"softmax", "log_softmax"}
+        if (is_softmax and behind_softmax) or not (is_softmax or op.kind in _END_KINDS or op.kind == "output"):
+            return False
+        is_probability |= is_softmax
+        pending += [(later, behind_softmax or is_softmax) for later in graph.consumers(TensorRef(graph.name, use.op))]
+    return is_probability and len(pending) <= MAX_OPS
 
 
 def _responsive_indices(values: Array, levels: int) -> tuple[int, int]:

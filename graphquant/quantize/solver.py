@@ -40,7 +40,7 @@ from graphquant.numerics import (
 from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, bin_means, search_block_params, sketch_values
 from graphquant.quantize.limits import meet_limits
 from graphquant.quantize.plan import Plan, Site, Skip, SkipCode, check_plan
-from graphquant.quantize.saturation import is_read_by_maximum, limit_to_responsive
+from graphquant.quantize.saturation import is_read_by_last_softmax, is_read_by_maximum, limit_to_responsive
 from graphquant.quantize.solver_state import (
     Solution,
     SolverState,
@@ -65,6 +65,7 @@ TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers can
 FLOAT32_BYTES = 4
 MIN_REPORTED_BYTES = 1 << 28  # weights of less are read at once
 SENTINEL_SIZE = 5_000.0  # smallest magnitude of values that stand for "none", as masks of -10000 do
+LOGITS_MARGIN = 1.25  # range of the scores before a last softmax, relative to the largest one observed
 LARGEST_MASK = 1e30  # beyond it, rounding to a scale could give infinity
 SENTINEL_GAP = 256.0  # smallest quotient of such values and the largest ordinary one
 TAKES_SENTINELS = "its values of {:.3g}, as masks have, leave no integers to the ordinary ones of at most {:.3g}"
@@ -187,9 +188,11 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
         ranges = [observer.choose_range(sketch, site.scheme.grid, arguments) for sketch in site_sketches]
         value_range = ranges[0]
         is_auto = site.scheme.observe.name == "auto" and not site.parameter
-        if is_auto and is_read_by_maximum(state.model, site.uses):
+        is_logits = is_auto and is_read_by_last_softmax(state.model, site.uses)
+        if is_logits or (is_auto and is_read_by_maximum(state.model, site.uses)):
             observed = OBSERVERS["minmax"].choose_range(site_sketches[0], site.scheme.grid, {})
-            value_range = value_range.union(Range(value_range.low, observed.high))
+            high = observed.high * (LOGITS_MARGIN if is_logits else 1.0)
+            value_range = value_range.union(Range(value_range.low, high))
         if len(ranges) > 1:
             lows, highs = zip(*((channel.low, channel.high) for channel in ranges), strict=True)
             value_range = Range(np.array(lows), np.array(highs))

@@ -5,9 +5,14 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
-from graphquant.ir import TensorRef
+import graphquant as gq
+from graphquant.analysis.measured_outputs import with_selections
+from graphquant.formats import onnx as onnx_format
+from graphquant.ir import Graph, Model, TensorRef
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import (
     MIN_GAIN_STANDARD_ERRORS,
@@ -29,6 +34,7 @@ class Runner:
 
     outputs = ("y",)
     output_tensors: ClassVar = {}
+    model = Model(format="onnx", graphs={"": Graph("", {})})
 
     def __init__(self, outputs):
         self._outputs = iter(outputs)
@@ -122,10 +128,10 @@ def test_errors_of_outputs():
     actual = [{"y": np.array([3.0, 3.0]), "z": np.array([2.0])}, {"y": np.array([5.0])}]
     edits = SimpleNamespace(rewritten=lambda: (actual, []))
     data = AlgorithmData(feeds=[], validation_feeds=[None, None], create_runner=Runner)
-    errors = algorithm._measure_output_errors(edits, expected, data).errors
+    errors = algorithm._measure_output_errors(edits, Runner(expected), expected, data).errors
     assert errors.tolist() == [[1 / 25, 4.0], [np.inf, np.inf]]
     large, actual[:] = {"y": np.full(1, 1e30, np.float32)}, [{"y": np.full(1, 0.9e30, np.float32)}] * 2
-    assert algorithm._measure_output_errors(edits, [large] * 2, data).errors == pytest.approx(0.01)
+    assert algorithm._measure_output_errors(edits, Runner([]), [large] * 2, data).errors == pytest.approx(0.01)
 
 
 def test_observed_tensors():
@@ -253,7 +259,7 @@ def test_decisions(seed):
     decisions = set()
     for _ in range(100):
         shape = rng.choice([3, 4, 7, 8, 11, 12, 16, 16, 16, 40]), rng.integers(1, 3)
-        before = rng.lognormal(0, rng.choice([0.1, 1.0]), shape)
+        before = 1e-5 * rng.lognormal(0, rng.choice([0.1, 1.0]), shape)  # all outputs are above the target
         gain = rng.uniform(-0.6, 1.0, shape[1]) + rng.choice([0.2, 1.0, 3.0]) * rng.normal(size=shape)
         unchanged = rng.random(shape) < (0.1 if shape[0] > 8 else 0.0)
         after = np.where(unchanged, before, before * 10 ** (-gain / 10))
@@ -263,6 +269,36 @@ def test_decisions(seed):
         assert bool(expected) == bool(reason)
         decisions.add(expected[:5])
     assert decisions >= {"", "by a ", "witho", "more "}
+
+
+@pytest.mark.parametrize(("scale", "loss", "kept"), [(1.0, 1.25, True), (1.0, 5.0, False), (1e-3, 1.25, False)])
+def test_worst_output_decides_below_the_target(scale, loss, kept):
+    """Below 20 dB, the others may lose as much as the worst output gains; above, none may lose."""
+    before = scale * np.array([[0.2, 0.02]] * 16)  # 7 and 17 dB, or 37 and 47
+    after = before * [0.5, loss]
+    assert bool(rejection_reason(before * np.linspace(0.9, 1.1, 16)[:, None], after)) != kept
+
+
+def test_selections_are_compared(tmp_path):
+    """Where rows are selected by their values, the values before count: other rows are no error of the ops before."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,2] y) <int64[1] k = {2}> {
+        c = MatMul(x, w) y, i = TopK(c, k) }"""
+    model = onnx.parser.parse_model(text)
+    runners = []
+    for name, difference in (("float", 0.0), ("quantized", 0.01)):
+        message = onnx.ModelProto()
+        message.CopyFrom(model)
+        weight = np.eye(4, dtype=np.float32) + np.float32(difference)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+        onnx.save(message, tmp_path / f"{name}.onnx")
+        runner = onnx_format.create_runner(gq.load(tmp_path / f"{name}.onnx"))
+        runners.append(with_selections(runner, *runners))
+    feeds = [{"x": np.arange(4, dtype=np.float32)[None]}] * 3
+    expected = list(runners[0].run_each(feeds))
+    edits = SimpleNamespace(rewritten=lambda: (runners[1].model, []))
+    data = AlgorithmData(feeds=[], validation_feeds=feeds, create_runner=onnx_format.create_runner)
+    errors = algorithm._measure_output_errors(edits, runners[0], expected, data).errors
+    assert errors == pytest.approx(np.full((3, 1), 4 * 0.06**2 / 14), rel=1e-4)  # of the four values before
 
 
 def test_limits_of_decisions():

@@ -146,6 +146,18 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
     assert stripped.model.digest == source.digest
 
 
+@pytest.mark.parametrize("validates", [True, False])
+def test_callers_may_measure_the_result(validates, tmp_path, monkeypatch):
+    """A repair measures its plans, so that a loss of one output does not undo the gain of the worst."""
+    path = save_image_model(tmp_path, *FOLDED)
+    feeds = [{"x": X[k : k + 1]} for k in range(16)]
+    samples = AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=onnx_format.create_runner)
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "worse")
+    plan = gq.plan(path, rules=[PER_CHANNEL])
+    state = apply_precalibration(gq.load(path), plan, ["smoothquant"], samples, validates=validates)
+    assert any(entry.applied for entry in state.results) != validates
+
+
 def test_scaled_tensors_are_not_compared(tmp_path):
     """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
     path = save_image_model(tmp_path, *DEPTHWISE)

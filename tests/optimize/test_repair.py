@@ -674,3 +674,26 @@ def test_scores_before_a_softmax_count(tmp_path: Path, spread: float) -> None:
     assert (validation.score_sqnr["y"] >= 20) == (spread == 8.0)
     assert validation.misses_target == (spread == 1.0)
     assert validation.worst_sqnr == max(validation.comparison.sqnr, validation.score_sqnr["y"])
+
+
+@pytest.mark.parametrize(("value", "expected"), [(-1.0, -1.0), (1.0, -2.0), (-5.0, -2.0)])
+def test_steps_between_a_plan_that_meets_and_one_that_misses(value: float, expected: float) -> None:
+    """A correction that leaves the interval of both plans ends in its middle."""
+    assert repair.step_between(value, -4.0, 0.0) == expected
+    assert repair.step_between(value, -math.inf, math.inf) == value
+
+
+def test_errors_of_groups_are_those_of_the_scaled_plan(outlier_net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled channels change the errors of tensors, so that they are measured with them."""
+    measured = []
+    measure_switched = repair._Repair._measure_switched
+
+    def record(self: Any, recipe: Any, *others: Any) -> Any:
+        measured.append(recipe.algorithms)
+        return measure_switched(self, recipe, *others)
+
+    monkeypatch.setattr(repair._Repair, "_measure_switched", record)
+    monkeypatch.setattr(repair, "AIM_MARGIN_DB", 40.0)
+    insert_net(outlier_net)
+    assert measured
+    assert all("smoothquant" in algorithms for algorithms in measured)

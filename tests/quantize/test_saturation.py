@@ -13,7 +13,7 @@ import graphquant as gq
 from graphquant.formats.onnx import load
 from graphquant.ir import Parameters, TensorRef
 from graphquant.numerics import Range
-from graphquant.quantize.saturation import MAX_OPS, is_read_by_maximum, limit_to_responsive
+from graphquant.quantize.saturation import MAX_OPS, is_read_by_last_softmax, is_read_by_maximum, limit_to_responsive
 
 CONSTANTS = (
     "float three = {3.0}, float zero = {0.0}, float six = {6.0}, float sixth = {0.16666667}, float fifth = {0.2},"
@@ -152,6 +152,40 @@ def test_maxima_are_not_clipped(tmp_path: Path, end: str) -> None:
     (pair,) = [pair for pair in result.inserted if pair.site.tensor.op == "c"]
     high = float((255 - pair.params.zero_point) * pair.params.scale)
     assert (high > 39) == end.startswith("ReduceMax")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("y = Softmax(c)", True),
+        ("r = Flatten(c) s = LogSoftmax(r) y = Identity(s)", True),
+        ("s = Softmax(c) y = Mul(s, s)", False),
+        ("s = Softmax(c) y = Softmax(s)", False),
+        ("s = Softmax(c) y = Add(s, c)", False),
+        ("y = Identity(c)", False),
+    ],
+)
+def test_scores_of_last_softmax(tmp_path: Path, body: str, expected: bool) -> None:
+    """Probabilities that only reshapes and copies read are the last ones."""
+    graph = f'<ir_version: 8, opset_import: ["" : 13]> g (float[2,4] x) => (float[2,4] y) {{ c = Neg(x) {body} }}'
+    (tmp_path / "model.onnx").write_bytes(onnx.parser.parse_model(graph).SerializeToString())
+    model = gq.load(tmp_path / "model.onnx")
+    assert is_read_by_last_softmax(model, model.main.consumers_by_port("c")[0]) == expected
+
+
+@pytest.mark.parametrize("end", ["Softmax", "Tanh"])
+def test_range_of_scores_has_a_margin(tmp_path: Path, end: str) -> None:
+    """The scores of a last softmax may be a quarter larger than all observed ones."""
+    graph = f"g (float[1,1,8,8] x) => (float y) {{ c = Conv(x, w) y = {end}(c) }}"
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> {graph}')
+    message.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((1, 1, 1, 1), np.float32), "w"))
+    onnx.save(message, tmp_path / "model.onnx")
+    values = np.linspace(-1, 1, 16 * 64, dtype=np.float32).reshape(16, 1, 8, 8)
+    stats = gq.calibrate(tmp_path / "model.onnx", data={"x": values}, everything=True)
+    result = gq.insert(tmp_path / "model.onnx", stats=stats, rules=str(write_rule(tmp_path)))
+    (pair,) = [pair for pair in result.inserted if pair.site.tensor.op == "c"]
+    high = float((255 - pair.params.zero_point) * pair.params.scale)
+    assert high == pytest.approx(1.25 if end == "Softmax" else 1.0, abs=0.01)
 
 
 def write_rule(folder: Path) -> Path:
