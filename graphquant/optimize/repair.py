@@ -676,8 +676,7 @@ class _Repair:
         if not names or request.calibration is None or request.has_stats:
             return
         costs = request.budget.costs
-        samples = request.calibration.count
-        work, calibration = costs.scaling(samples, len(names)), costs.calibration(samples)
+        work, calibration = costs.algorithm * len(names), costs.calibration(request.calibration.count)
         if not self._is_affordable(work + calibration):
             return
         self._request.budget.charge(work)

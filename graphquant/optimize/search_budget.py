@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from graphquant import formats
 from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.ir import count_macs
-from graphquant.optimize.algorithms import ALGORITHM_SAMPLES, activation_elements
+from graphquant.optimize.algorithms import activation_elements
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -98,10 +98,6 @@ class SearchCosts:
         """
         work = SWITCHED_RUNS[self.format] * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
         return work + (self.plan(0) if creates_session else 0.0)
-
-    def scaling(self, samples: int, algorithms: int) -> float:
-        """Return the work of algorithms before calibration, whose gain is measured with ranges before and after."""
-        return algorithms * self.algorithm + 2 * self.calibration(min(samples, ALGORITHM_SAMPLES))
 
     def insert(self, samples: int, algorithms: int, *, has_bounds: bool) -> float:
         """Return the work of an `insert` without a search."""
