@@ -47,11 +47,13 @@ from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.data.check import DataFinding, ModelRun
     from graphquant.calibration.holdout import CalibrationData
     from graphquant.ir import Model
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.quantize import Plan, RangeTransfer
+
+    FindMistakes = Callable[[Sequence[ModelRun]], tuple[DataFinding, ...]]
 
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
 UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 40.0, 1.0
@@ -80,11 +82,12 @@ class ChosenPlan(NamedTuple):
     result: Result
 
 
-def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[DataFinding, ...]]:
-    """Run the algorithms that precede calibration, and calibrate; the samples are checked on the way.
+def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, FindMistakes]:
+    """Run the algorithms that precede calibration, and calibrate.
 
     Returns:
-        The search, whose time starts with the calibration, the calibrated model, and likely mistakes in the data.
+        The search, whose time starts with the calibration, the calibrated model, and a function that returns likely
+        mistakes in the data, also by runs of the float model.
     """
     data = inputs.data
     check = data.start_check(inputs.source) if inputs.plan.sites else None
@@ -93,15 +96,16 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
     )
     search = PlanSearch(inputs, search_clock(inputs.settings.search_time)())
     workspace = search.calibrate(state)
-    findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
-    del check  # and its runner
+    find_mistakes: FindMistakes = (lambda _runs: ()) if check is None else check.finish
     if not has_few_sites(len(inputs.plan.sites)):
+        findings = find_mistakes(())
+        find_mistakes, check = (lambda _runs: findings), None  # without its runner
         runner = formats.find_shared_runner(inputs.source) if data.validation_set is not None else None
         formats.release_runners("source", "prepared")  # one that observes all activations needs much memory
         if runner is not None and data.validation_set is not None:  # it may have a session already
             record_float_outputs(runner, data.validation_set)
         return_freed_memory()  # from now on, only outputs are measured
-    return search, workspace, findings
+    return search, workspace, find_mistakes
 
 
 @dataclass(frozen=True)

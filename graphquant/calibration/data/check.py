@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
     from graphquant.numerics import Array
 
+    ModelRun = tuple[Feeds, Mapping[str, Array]]  # inputs and outputs of a run
+
 RUN_VALUES = 16  # length of a run of values, mostly different ones, that two samples share only if they overlap
 MAX_SHIFT = 0.75  # of a sample; windows further apart share few values
 MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
@@ -162,7 +164,7 @@ class _InputStats:
     normalized: list[Array] = field(default_factory=list)  # some values of each feed, with mean 0 and norm 1
     exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
-    previous: bytes = b""  # the values of the last feed
+    previous: Array = field(default_factory=lambda: np.empty(0))  # the values of the last feed
     overlaps: int = 0  # number of feeds that share a run of values with the one before, at another position
 
     def add(self, values: Array) -> None:
@@ -186,7 +188,7 @@ class _InputStats:
             return
         numbers = np.ascontiguousarray(values).reshape(-1)
         self.overlaps += _shares_run(numbers, self.previous)
-        self.previous = numbers.tobytes()
+        self.previous = numbers
         if (non_finite := non_finite_mask(numbers)).any():
             nan = int(np.isnan(numbers[non_finite].astype(np.float64)).sum())
             self.nan += nan
@@ -282,10 +284,14 @@ class _InputStats:
             return
         width = values.shape[3] if layout == "NCHW" else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
-        for image in values.reshape(len(values), -1).astype(dtype):
+        images = values.reshape(len(values), -1).astype(dtype, copy=False)
+        buffer = np.empty_like(images[0])  # new memory for each result takes longer than the arithmetic
+        for image in images:
             with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
                 planar, interleaved = (
-                    float(np.abs(np.subtract(image[n:], image[:-n])).mean()) for n in (width, width * COLOUR_CHANNELS)
+                    float(np.abs(difference, out=difference).mean())
+                    for n in (width, width * COLOUR_CHANNELS)
+                    for difference in (np.subtract(image[n:], image[:-n], out=buffer[n:]),)
                 )
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
@@ -351,22 +357,20 @@ class SampleCheck:
         if not dataset.random:  # every report says that data is random
             count = min(dataset.count, CHECKED_SAMPLES)
             self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, count, RUN_SAMPLES)
-            for finding in _find_mistakes(dataset, self._stats_of_inputs, self._uses, None):
-                if finding.level == "error":
-                    raise DataError(finding.message)
+            for model_input, stats in self._stats_of_inputs:
+                use = self._uses.get(model_input.name, InputUse())
+                for kind, message in (_nan_findings(stats) | _index_findings(stats, use)).items():
+                    if kind in ERROR_KINDS:
+                        raise DataError(f"{model_input.name} {message}")
 
-    def finish(self, calibrated_model: Model | None = None) -> tuple[DataFinding, ...]:
-        """Run the model on a few samples and return all warnings.
-
-        `calibrated_model` has the same outputs, and its shared runner has a session already.
-        """
+    def finish(self, runs: Sequence[ModelRun] = ()) -> tuple[DataFinding, ...]:
+        """Return all warnings, with those about `runs` of the model; by default, it runs on a few samples."""
         if self._dataset.random:
             return ()
         response = None
         if len(self._stats_of_inputs) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                output_runner = None if calibrated_model is None else formats.create_runner(calibrated_model)
-                response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
+                response = _ModelResponse(self._runner, self._uses, self._feeds, runs)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
@@ -478,26 +482,35 @@ def _distinct_count(values: Array) -> int:
     return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
-def _shares_run(values: Array, previous: bytes) -> bool:
+def _shares_run(values: Array, previous: Array) -> bool:
     """Return True if the first, middle or last values of a feed occur at another position in the feed before.
 
     Chunks of a stream may begin with the end of the chunk before, which is no overlap of windows.
     """
-    for start in (0, values.size // 2, max(values.size - RUN_VALUES, 0)):
+    if values.dtype != previous.dtype or min(values.size, previous.size) < RUN_VALUES:
+        return False
+    values, previous = (array.view(f"u{array.itemsize}") for array in (values, previous))
+    for start in (0, values.size // 2, values.size - RUN_VALUES):
         run = values[start : start + RUN_VALUES]
         if len(run) == RUN_VALUES and _distinct_count(run) > RUN_VALUES // 2:
-            position = previous.find(run.tobytes())
-            if position >= 0 and 0 < abs(position - start * values.itemsize) < MAX_SHIFT * values.nbytes:
+            positions = np.flatnonzero(previous[: 1 - RUN_VALUES] == run[0])
+            for offset in range(1, RUN_VALUES):
+                positions = positions[previous[positions + offset] == run[offset]]
+            if positions.size and 0 < abs(int(positions[0]) - start) < MAX_SHIFT * values.size:
                 return True
     return False
 
 
+def _nan_findings(stats: _InputStats) -> dict[str, str]:
+    """Return the message about an input without any number."""
+    message = "receives no number, only NaN and infinite values. Fix the data."
+    return {"all-nan": message} if stats.nan and not stats.finite_count else {}
+
+
 def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict[str, str]:
     """Return the messages, after the name of the input, about likely mistakes in its values, by kind."""
-    findings = {}
-    if stats.nan and not stats.finite_count:
-        findings["all-nan"] = "receives no number, only NaN and infinite values. Fix the data."
-    elif (stats.nan and not use.may_be_nan) or stats.inf:
+    findings = _nan_findings(stats)
+    if not findings and ((stats.nan and not use.may_be_nan) or stats.inf):
         findings["not-finite"] = (
             f"receives {stats.nan} NaN and {stats.inf} infinite values, which calibration rejects. Fix the data, or"
             " remove these samples."
@@ -609,11 +622,11 @@ class _ModelResponse:
     """Response of a model to a few samples."""
 
     def __init__(
-        self, runner: Runner, output_runner: Runner | None, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]
+        self, runner: Runner, uses: Mapping[str, InputUse], feeds: Sequence[Feeds], runs: Sequence[ModelRun]
     ) -> None:
-        """Run the model on `feeds`; see `SampleCheck.finish` for the two runners."""
-        self._runner, self._feeds = runner, feeds
-        self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds))
+        """Observe the first layers on `feeds`, and without `runs` the outputs, too."""
+        self._runner, self._feeds = runner, [feed for feed, _ in runs] or feeds
+        self._outputs = [outputs for _, outputs in runs] or list(runner.run_each(feeds))
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
