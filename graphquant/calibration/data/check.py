@@ -165,6 +165,7 @@ class _InputStats:
     exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
     previous: Array = field(default_factory=lambda: np.empty(0))  # the values of the last feed
+    findings: dict[str, str] = field(default_factory=dict)  # messages about the values, by kind
     overlaps: int = 0  # number of feeds that share a run of values with the one before, at another position
 
     def add(self, values: Array) -> None:
@@ -323,7 +324,7 @@ def _relative_noise(samples: Array) -> float | None:
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
     """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
     uses = {} if model is None else find_input_uses(model, inputs)
-    stats_of_inputs, _ = _read_samples(dataset, inputs, dataset.count, 0)
+    stats_of_inputs, _ = _read_samples(dataset, inputs, uses, dataset.count, 0)
     return DataReport(
         samples=dataset.count,
         digest=dataset.final_digest(),
@@ -339,10 +340,10 @@ def check_samples(dataset: Dataset, model: Model) -> tuple[DataFinding, ...]:
     return () if check is None else check.finish()
 
 
-def start_check(dataset: Dataset, model: Model) -> SampleCheck | None:
+def start_check(dataset: Dataset, model: Model, kept_feeds: int = RUN_SAMPLES) -> SampleCheck | None:
     """Check the first samples for a float model; None if it cannot run. Raises a DataError for impossible values."""
     try:
-        return SampleCheck(dataset, formats.shared_runner(model, "source"))
+        return SampleCheck(dataset, formats.shared_runner(model, "source"), kept_feeds)
     except (MissingDependencyError, ModelError):  # reported where the model must run
         return None
 
@@ -350,16 +351,19 @@ def start_check(dataset: Dataset, model: Model) -> SampleCheck | None:
 class SampleCheck:
     """The check of some samples in two steps: their values at once, and the response of the model when it can run."""
 
-    def __init__(self, dataset: Dataset, runner: Runner) -> None:
-        """Check the values of the first samples. Raises a DataError if no model can use them."""
+    def __init__(self, dataset: Dataset, runner: Runner, kept_feeds: int = RUN_SAMPLES) -> None:
+        """Check the values of the first samples. Raises a DataError if no model can use them.
+
+        Keep `kept_feeds` of them for `finish`, which needs none if it gets runs.
+        """
         self._dataset, self._runner = dataset, runner
         self._uses = find_input_uses(runner.model, runner.inputs)
         if not dataset.random:  # every report says that data is random
             count = min(dataset.count, CHECKED_SAMPLES)
-            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, count, RUN_SAMPLES)
+            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, kept_feeds)
             for model_input, stats in self._stats_of_inputs:
                 use = self._uses.get(model_input.name, InputUse())
-                for kind, message in (_nan_findings(stats) | _index_findings(stats, use)).items():
+                for kind, message in (stats.findings | _index_findings(stats, use)).items():
                     if kind in ERROR_KINDS:
                         raise DataError(f"{model_input.name} {message}")
 
@@ -370,7 +374,9 @@ class SampleCheck:
         response = None
         if len(self._stats_of_inputs) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                response = _ModelResponse(self._runner, self._uses, self._feeds, runs)
+                feeds = [feed for feed, _ in runs] or self._feeds or list(islice(self._dataset, RUN_SAMPLES))
+                outputs = [results for _, results in runs] or list(self._runner.run_each(feeds))
+                response = _ModelResponse(self._runner, self._uses, feeds, outputs)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
@@ -378,7 +384,7 @@ class SampleCheck:
 
 
 def _read_samples(
-    dataset: Dataset, inputs: Sequence[InputSpec], sample_count: int, max_feeds: int
+    dataset: Dataset, inputs: Sequence[InputSpec], uses: Mapping[str, InputUse], sample_count: int, max_feeds: int
 ) -> tuple[list[tuple[InputSpec, _InputStats]], list[Feeds]]:
     """Read the first samples; return the statistics of each input that is no sequence, and a few samples."""
     reader = iter(dataset.feeds_between(0, sample_count))
@@ -401,6 +407,10 @@ def _read_samples(
                 stats.compare_layouts(model_input, feed[model_input.name])
                 stats.compare_samples(feed[model_input.name])
         previous = feed
+    for model_input, stats in stats_of_inputs:
+        stats.findings = _value_findings(stats, uses.get(model_input.name, InputUse()), dataset)
+        stats.normalized.clear()
+        stats.previous = np.empty(0)
     return stats_of_inputs, feeds
 
 
@@ -416,7 +426,7 @@ def _find_mistakes(
     for model_input, stats in stats_of_inputs:
         use = uses.get(model_input.name, InputUse())
         input_findings = {
-            **_value_findings(stats, use, dataset),
+            **stats.findings,
             **_scale_findings(model_input, stats, use, response),
             **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
@@ -501,16 +511,12 @@ def _shares_run(values: Array, previous: Array) -> bool:
     return False
 
 
-def _nan_findings(stats: _InputStats) -> dict[str, str]:
-    """Return the message about an input without any number."""
-    message = "receives no number, only NaN and infinite values. Fix the data."
-    return {"all-nan": message} if stats.nan and not stats.finite_count else {}
-
-
 def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict[str, str]:
     """Return the messages, after the name of the input, about likely mistakes in its values, by kind."""
-    findings = _nan_findings(stats)
-    if not findings and ((stats.nan and not use.may_be_nan) or stats.inf):
+    findings = {}
+    if stats.nan and not stats.finite_count:
+        findings["all-nan"] = "receives no number, only NaN and infinite values. Fix the data."
+    elif (stats.nan and not use.may_be_nan) or stats.inf:
         findings["not-finite"] = (
             f"receives {stats.nan} NaN and {stats.inf} infinite values, which calibration rejects. Fix the data, or"
             " remove these samples."
@@ -622,11 +628,14 @@ class _ModelResponse:
     """Response of a model to a few samples."""
 
     def __init__(
-        self, runner: Runner, uses: Mapping[str, InputUse], feeds: Sequence[Feeds], runs: Sequence[ModelRun]
+        self,
+        runner: Runner,
+        uses: Mapping[str, InputUse],
+        feeds: Sequence[Feeds],
+        outputs: Sequence[Mapping[str, Array]],
     ) -> None:
-        """Observe the first layers on `feeds`, and without `runs` the outputs, too."""
-        self._runner, self._feeds = runner, [feed for feed, _ in runs] or feeds
-        self._outputs = [outputs for _, outputs in runs] or list(runner.run_each(feeds))
+        """Observe the first layers on `feeds`, for which the model has `outputs`."""
+        self._runner, self._feeds, self._outputs = runner, feeds, outputs
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
