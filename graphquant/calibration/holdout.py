@@ -233,9 +233,9 @@ class CalibrationData:
         """Check the values of the samples if a float model runs on them; see `SampleCheck`."""
         if self.spec is None or not (self.validates or self.calibration is not None):
             return None
-        from graphquant.calibration.data.check import RUN_SAMPLES, start_check
+        from graphquant.calibration.data.check import start_check
 
-        return start_check(self.dataset, model, 0 if self.validates else RUN_SAMPLES)
+        return start_check(self.dataset, model)
 
     @cached_property
     def search_set(self) -> HoldOut | None:

@@ -340,10 +340,10 @@ def check_samples(dataset: Dataset, model: Model) -> tuple[DataFinding, ...]:
     return () if check is None else check.finish()
 
 
-def start_check(dataset: Dataset, model: Model, kept_feeds: int = RUN_SAMPLES) -> SampleCheck | None:
+def start_check(dataset: Dataset, model: Model) -> SampleCheck | None:
     """Check the first samples for a float model; None if it cannot run. Raises a DataError for impossible values."""
     try:
-        return SampleCheck(dataset, formats.shared_runner(model, "source"), kept_feeds)
+        return SampleCheck(dataset, formats.shared_runner(model, "source"))
     except (MissingDependencyError, ModelError):  # reported where the model must run
         return None
 
@@ -351,16 +351,13 @@ def start_check(dataset: Dataset, model: Model, kept_feeds: int = RUN_SAMPLES) -
 class SampleCheck:
     """The check of some samples in two steps: their values at once, and the response of the model when it can run."""
 
-    def __init__(self, dataset: Dataset, runner: Runner, kept_feeds: int = RUN_SAMPLES) -> None:
-        """Check the values of the first samples. Raises a DataError if no model can use them.
-
-        Keep `kept_feeds` of them for `finish`, which needs none if it gets runs.
-        """
+    def __init__(self, dataset: Dataset, runner: Runner) -> None:
+        """Check the values of the first samples. Raises a DataError if no model can use them."""
         self._dataset, self._runner = dataset, runner
         self._uses = find_input_uses(runner.model, runner.inputs)
         if not dataset.random:  # every report says that data is random
             count = min(dataset.count, CHECKED_SAMPLES)
-            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, kept_feeds)
+            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, RUN_SAMPLES)
             for model_input, stats in self._stats_of_inputs:
                 use = self._uses.get(model_input.name, InputUse())
                 for kind, message in (stats.findings | _index_findings(stats, use)).items():
@@ -374,9 +371,8 @@ class SampleCheck:
         response = None
         if len(self._stats_of_inputs) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                feeds = [feed for feed, _ in runs] or self._feeds or list(islice(self._dataset, RUN_SAMPLES))
-                outputs = [results for _, results in runs] or list(self._runner.run_each(feeds))
-                response = _ModelResponse(self._runner, self._uses, feeds, outputs)
+                runs = runs or list(zip(self._feeds, self._runner.run_each(self._feeds), strict=True))
+                response = _ModelResponse(self._runner, self._uses, runs)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
@@ -627,15 +623,10 @@ def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
 class _ModelResponse:
     """Response of a model to a few samples."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        uses: Mapping[str, InputUse],
-        feeds: Sequence[Feeds],
-        outputs: Sequence[Mapping[str, Array]],
-    ) -> None:
-        """Observe the first layers on `feeds`, for which the model has `outputs`."""
-        self._runner, self._feeds, self._outputs = runner, feeds, outputs
+    def __init__(self, runner: Runner, uses: Mapping[str, InputUse], runs: Sequence[ModelRun]) -> None:
+        """Observe the first layers on the inputs of `runs`."""
+        self._runner = runner
+        self._feeds, self._outputs = [feed for feed, _ in runs], [outputs for _, outputs in runs]
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
@@ -645,7 +636,7 @@ class _ModelResponse:
             layer, tensor = use.layer, use.gate if use.layer is None else use.layer.tensor
             if tensor is None or runner.unobservable([tensor]):
                 continue
-            observations = runner.observe([tensor], feeds, ancestors_only=True)
+            observations = runner.observe([tensor], self._feeds, ancestors_only=True)
             # A generator, because the values of all samples need more memory than a small model.
             values = (array for observed in observations for array in observed.get(tensor, ()))
             if layer is None:

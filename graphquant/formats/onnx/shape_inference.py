@@ -405,15 +405,9 @@ def _slice(value: Array, starts: Array, ends: Array, axes: Array | None = None, 
 
 
 def _fill(shape: Array, value: Any) -> Array:
-    """Return a few equal elements; raise ValueError for more, and TypeError for no shape."""
     if math.prod(sizes := shape.tolist()) > MAX_SHAPE_ELEMENTS:
         raise ValueError(f"too many elements: {sizes}")
     return np.full(sizes, numpy_helper.to_array(value).item(), numpy_helper.to_array(value).dtype)
-
-
-def _arithmetic(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return a function for two operands of one type, the only ones that ONNX allows."""
-    return lambda first, second: function(first, second) if first.dtype == second.dtype else np.empty(0, object)
 
 
 _NUMPY_OPS: dict[str, Callable[..., Any]] = {
@@ -432,11 +426,8 @@ _NUMPY_OPS: dict[str, Callable[..., Any]] = {
     "Expand": lambda value, shape: np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(shape))),
     "ConstantOfShape": _fill,
     "Sqrt": np.sqrt,
-    "Add": _arithmetic(np.add),
-    "Sub": _arithmetic(np.subtract),
-    "Mul": _arithmetic(np.multiply),
-    "Pow": _arithmetic(np.power),
-    "Equal": _arithmetic(np.equal),
+    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Equal": np.equal,
+    "Pow": lambda value, exponent: np.power(value, exponent).astype(value.dtype),
 }
 """Functions of numpy by op type, which get the inputs of a node and its attributes by name."""
 

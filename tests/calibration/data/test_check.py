@@ -754,5 +754,5 @@ def test_divided_samples_run_only_if_outputs_differ(last: float, runs: int) -> N
     """Samples of one class tell nothing about the scale, so that they are not run again divided by 255."""
     runner = CountingRunner()
     feeds = [{"x": np.array([value], np.float32)} for value in (255.0, last)]
-    assert not _ModelResponse(runner, {}, feeds, list(runner.run_each(feeds))).needs_large_values("x")
+    assert not _ModelResponse(runner, {}, list(zip(feeds, runner.run_each(feeds), strict=True))).needs_large_values("x")
     assert runner.runs == runs
