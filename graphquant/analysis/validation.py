@@ -447,10 +447,19 @@ def _create_recorder(runner: Runner) -> RecordedRunner | None:
 
 
 def recorded_runs(source: Model, validation: Validation | None) -> Sequence[tuple[Feeds, Mapping[str, Array]]]:
-    """Return the inputs and outputs of the float model in its validation; none if a run had several samples."""
+    """Return the inputs and outputs of the float model in its validation, by sample."""
     runner, comparison = formats.find_shared_runner(source), None if validation is None else validation.comparison
     records = runner.records if isinstance(runner, RecordedRunner) else []
-    return records if comparison is not None and comparison.samples == len(records) else []
+    if comparison is None or comparison.samples <= len(records):
+        return records
+    return [  # joined samples are independent rows
+        (
+            {name: value[row : row + 1] for name, value in feeds.items()},
+            {name: value[row : row + 1] for name, value in outputs.items()},
+        )
+        for feeds, outputs in records
+        for row in range(min((len(value) if value.ndim else 0 for value in feeds.values()), default=0))
+    ]
 
 
 def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:

@@ -98,8 +98,10 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, FindMis
     workspace = search.calibrate(state)
     find_mistakes: FindMistakes = (lambda _runs: ()) if check is None else check.finish
     if not has_few_sites(len(inputs.plan.sites)):
-        findings = find_mistakes(())
-        find_mistakes, check = (lambda _runs: findings), None  # without its runner
+        has_session = workspace.stats is not None and data.stats is None
+        output_runner = formats.create_runner(state.model) if has_session else None
+        findings = () if check is None else check.finish((), output_runner)
+        find_mistakes, check, output_runner = (lambda _runs: findings), None, None  # without the runners
         runner = formats.find_shared_runner(inputs.source) if data.validation_set is not None else None
         formats.release_runners("source", "prepared")  # one that observes all activations needs much memory
         if runner is not None and data.validation_set is not None:  # it may have a session already

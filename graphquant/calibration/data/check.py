@@ -364,14 +364,20 @@ class SampleCheck:
                     if kind in ERROR_KINDS:
                         raise DataError(f"{model_input.name} {message}")
 
-    def finish(self, runs: Sequence[ModelRun] = ()) -> tuple[DataFinding, ...]:
-        """Return all warnings, with those about `runs` of the model; by default, it runs on a few samples."""
+    def finish(self, runs: Sequence[ModelRun] = (), output_runner: Runner | None = None) -> tuple[DataFinding, ...]:
+        """Return all warnings, with those about `runs` of the model; by default, it runs on a few samples.
+
+        `output_runner` has the same outputs, and a session already.
+        """
         if self._dataset.random:
             return ()
         response = None
         if len(self._stats_of_inputs) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                runs = runs or list(zip(self._feeds, self._runner.run_each(self._feeds), strict=True))
+                if not runs:
+                    feeds, runner = self._feeds, self._runner
+                    outputs = formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds)
+                    runs = list(zip(feeds, outputs, strict=True))
                 response = _ModelResponse(self._runner, self._uses, runs)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.

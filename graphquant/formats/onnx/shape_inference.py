@@ -426,7 +426,10 @@ _NUMPY_OPS: dict[str, Callable[..., Any]] = {
     "Expand": lambda value, shape: np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(shape))),
     "ConstantOfShape": _fill,
     "Sqrt": np.sqrt,
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Equal": np.equal,
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Equal": np.equal,
     "Pow": lambda value, exponent: np.power(value, exponent).astype(value.dtype),
 }
 """Functions of numpy by op type, which get the inputs of a node and its attributes by name."""

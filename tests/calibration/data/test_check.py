@@ -537,6 +537,19 @@ def test_each_sample_is_read_once(samples) -> None:
     assert reads == list(range(32))
 
 
+def test_given_runs_are_judged_without_others(samples, monkeypatch) -> None:
+    """With the runs of a validation, the model does not run again for its outputs."""
+    runner = format_module("onnx").create_runner(gq.load(samples / "digits_cnn.onnx"))
+    feeds = [{"image": image[None]} for image in calibration_images(samples)]
+    dataset = Dataset(count=len(feeds), digest="", open_feeds=lambda first, last: iter(feeds[first:last]))
+    monkeypatch.setattr(type(runner), "run_each", None)
+    runs = [(feed, {"scores": np.full((1, 10), np.nan, np.float32)}) for feed in feeds[-4:]]
+    assert [finding.kind for finding in SampleCheck(dataset, runner).finish(runs)] == [
+        "not-finite-output",
+        "same-outputs",
+    ]
+
+
 def test_other_mistakes(tmp_path) -> None:
     """Reshaped NHWC, NaN, infinity, overflow and random data."""
     images = smooth_images()
