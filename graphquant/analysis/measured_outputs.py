@@ -387,7 +387,7 @@ class OutputMeter:
         size = sum(value.nbytes for value in (*feeds[0].values(), *self._expected[0].values()))
         self.feeds = feeds[: max(MAX_KEPT_BYTES // max(size, 1), MIN_KEPT_SAMPLES)]
         self._expected += [self._runner.run(feed) for feed in self.feeds[1:]]
-        self._runner.free_session(only_large=False)
+        self._runner.free_session()
         return_freed_memory()
         self._scores: dict[str, list[Array]] = {}
         # Squared errors of samples by output, the worst output first, of the model that was measured last.

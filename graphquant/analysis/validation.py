@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -414,29 +414,24 @@ class RecordedRunner:
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._bytes = runner, 0
-        self._records: dict[Hashable, dict[str, Array]] = {}
+        self.records: list[tuple[Feeds, dict[str, Array]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def record(self, feeds: Feeds, outputs: Mapping[str, Array]) -> None:
         """Keep the outputs of one feed, as long as all of them need little memory."""
-        if (key := _feed_key(feeds)) is not None:
-            self._bytes += sum(value.nbytes for value in (*feeds.values(), *outputs.values()))
-            if self._bytes <= MAX_CACHED_BYTES:
-                self._records[key] = dict(outputs)
+        values = [*feeds.values(), *outputs.values()]
+        self._bytes += sum(getattr(value, "nbytes", MAX_CACHED_BYTES) for value in values)  # a sequence has no size
+        if self._bytes <= MAX_CACHED_BYTES:
+            self.records.append((feeds, dict(outputs)))
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """Return the outputs of one feed, which is run if they are not known."""
-        return self._records.get(_feed_key(feeds)) or self._runner.run(feeds)
-
-
-def _feed_key(feeds: Feeds) -> Hashable:
-    """Return the content of a feed as a key, None if it has values without a fixed size."""
-    arrays = [(name, value) for name, value in sorted(feeds.items()) if isinstance(value, np.ndarray)]
-    if len(arrays) < len(feeds) or any(array.dtype.hasobject for _, array in arrays):
-        return None
-    return tuple((name, array.dtype.str, array.shape, array.tobytes()) for name, array in arrays)
+        for known, outputs in self.records:
+            if known.keys() == feeds.keys() and all(np.array_equal(known[name], feeds[name]) for name in known):
+                return outputs
+        return self._runner.run(feeds)
 
 
 def _create_recorder(runner: Runner) -> RecordedRunner | None:
@@ -449,6 +444,22 @@ def _create_recorder(runner: Runner) -> RecordedRunner | None:
     recorder = RecordedRunner(runner)
     formats.share_runner(cast("Runner", recorder), "source")
     return recorder
+
+
+def recorded_runs(source: Model, validation: Validation | None) -> Sequence[tuple[Feeds, Mapping[str, Array]]]:
+    """Return the inputs and outputs of the float model in its validation, by sample."""
+    runner, comparison = formats.find_shared_runner(source), None if validation is None else validation.comparison
+    records = runner.records if isinstance(runner, RecordedRunner) else []
+    if comparison is None or comparison.samples <= len(records):
+        return records
+    return [  # joined samples are independent rows
+        (
+            {name: value[row : row + 1] for name, value in feeds.items()},
+            {name: value[row : row + 1] for name, value in outputs.items()},
+        )
+        for feeds, outputs in records
+        for row in range(min((len(value) if value.ndim else 0 for value in feeds.values()), default=0))
+    ]
 
 
 def record_float_outputs(runner: Runner, holdout: HoldOut) -> None:

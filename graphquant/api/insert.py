@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphquant import formats
-from graphquant.analysis.validation import Bounds, check_runtime_accepts
+from graphquant.analysis.validation import Bounds, check_runtime_accepts, recorded_runs
 from graphquant.api.calibrate import resolve_stats
 from graphquant.api.models import as_model, load_source, omission_notes
 from graphquant.api.plan import prepare_and_plan
@@ -92,8 +92,9 @@ def insert(
     objective = _check_options(settings)
     source = load_source(model, settings, settings.data)
     inputs = _make_plan(source, settings, objective, progress)
-    search, workspace, findings = calibrate_plan(inputs)
+    search, workspace, find_mistakes = calibrate_plan(inputs)
     result = search.validate(search.choose_plan(workspace))
+    findings = find_mistakes(recorded_runs(source, result.validation))
     is_finished = result.already_quantized and not settings.requantize
     if not (result.is_changed or settings.allow_empty or is_finished):
         raise EmptyResultError(_empty_result_message(result))

@@ -47,11 +47,13 @@ from graphquant.utils import Progress, stage_progress
 from graphquant.utils.options import NO_TARGET, InsertOptions
 
 if TYPE_CHECKING:
-    from graphquant.calibration.data.check import DataFinding
+    from graphquant.calibration.data.check import DataFinding, ModelRun
     from graphquant.calibration.holdout import CalibrationData
     from graphquant.ir import Model
     from graphquant.optimize.algorithm import PreCalibrationState
     from graphquant.quantize import Plan, RangeTransfer
+
+    FindMistakes = Callable[[Sequence[ModelRun]], tuple[DataFinding, ...]]
 
 CLOSE_DB = 6.0  # dB above the target up to which calibration samples are measured too
 UNCLIPPED, MAX_CLIPPED_DB, MIN_UNCLIPPED_GAIN_DB = RANGE_CANDIDATES[0], 40.0, 1.0
@@ -80,11 +82,12 @@ class ChosenPlan(NamedTuple):
     result: Result
 
 
-def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[DataFinding, ...]]:
-    """Run the algorithms that precede calibration, and calibrate; the samples are checked on the way.
+def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, FindMistakes]:
+    """Run the algorithms that precede calibration, and calibrate.
 
     Returns:
-        The search, whose time starts with the calibration, the calibrated model, and likely mistakes in the data.
+        The search, whose time starts with the calibration, the calibrated model, and a function that returns likely
+        mistakes in the data, also by runs of the float model.
     """
     data = inputs.data
     check = data.start_check(inputs.source) if inputs.plan.sites else None
@@ -93,15 +96,18 @@ def calibrate_plan(inputs: InsertInputs) -> tuple[PlanSearch, Workspace, tuple[D
     )
     search = PlanSearch(inputs, search_clock(inputs.settings.search_time)())
     workspace = search.calibrate(state)
-    findings = () if check is None else check.finish(None if workspace.stats is None or data.stats else state.model)
-    del check  # and its runner
+    find_mistakes: FindMistakes = (lambda _runs: ()) if check is None else check.finish
     if not has_few_sites(len(inputs.plan.sites)):
+        has_session = workspace.stats is not None and data.stats is None
+        output_runner = formats.create_runner(state.model) if has_session else None
+        findings = () if check is None else check.finish((), output_runner)
+        find_mistakes, check, output_runner = (lambda _runs: findings), None, None  # without the runners
         runner = formats.find_shared_runner(inputs.source) if data.validation_set is not None else None
         formats.release_runners("source", "prepared")  # one that observes all activations needs much memory
         if runner is not None and data.validation_set is not None:  # it may have a session already
             record_float_outputs(runner, data.validation_set)
         return_freed_memory()  # from now on, only outputs are measured
-    return search, workspace, findings
+    return search, workspace, find_mistakes
 
 
 @dataclass(frozen=True)
@@ -246,27 +252,21 @@ class PlanSearch:
         Ranges that clip fit the calibration samples. If new samples exceed them often, some exceed them by far.
         """
         state, sqnr = chosen.workspace.state, validation.worst_sqnr
-        is_chosen = bool(validation.bounds or self.inputs.settings.method)
-        is_precise = validation.target_sqnr is None or sqnr is None or sqnr >= MAX_CLIPPED_DB
-        plan = None if is_chosen or is_precise else make_candidate_plans(state.model, state.plan).get(UNCLIPPED)
+        is_requested = bool(validation.bounds or self.inputs.settings.method or validation.target_sqnr is None)
+        is_tried = sqnr is not None and sqnr < MAX_CLIPPED_DB and not is_requested
+        plan = make_candidate_plans(state.model, state.plan).get(UNCLIPPED) if is_tried else None
         if plan is None or sqnr is None:
             return clipped
-        edited, meter = rebuild_model(chosen.built, plan, chosen.workspace.stats), self._holdout_meter
+        meter = self._holdout_meter
         # Algorithms, which run again only for a plan that gains enough, change little of it.
-        if meter.worst_sqnr(edited.model) < sqnr + MIN_UNCLIPPED_GAIN_DB:
-            return clipped
-        built = chosen.workspace.build(plan)
-        if (new_sqnr := meter.worst_sqnr(built.model)) < sqnr + MIN_UNCLIPPED_GAIN_DB:
-            return clipped
-        # One uncertain sample may cause the gain. The others must not lose more than that without it.
+        for build in (partial(rebuild_model, chosen.built, stats=chosen.workspace.stats), chosen.workspace.build):
+            built = build(plan)
+            new_sqnr = meter.worst_sqnr(built.model)
+            if new_sqnr < sqnr + MIN_UNCLIPPED_GAIN_DB:
+                return clipped
         new_errors, _ = meter.sample_errors, meter.worst_sqnr(chosen.built.model)
-        pairs = ((errors, new_errors.get(name, errors)) for name, errors in meter.sample_errors.items())
-        gains = [old - new for old, new in zip(*next(pairs, ([], [])), strict=True)]  # in the worst output
-        feeds = [feed for feed, gain in zip(meter.feeds, gains, strict=False) if gain < max(gains)]
-        if not feeds:
-            return clipped
-        others = OutputMeter(self.inputs.source, feeds, DEFAULT_MIN_SQNR)
-        if others.worst_sqnr(chosen.built.model) - others.worst_sqnr(built.model) > new_sqnr - sqnr:
+        name, errors = next(iter(meter.sample_errors.items()))
+        if _change_without_best(errors, new_errors.get(name, errors)) > new_sqnr - sqnr:
             return clipped
         changed = {new.tensor: UNCLIPPED for old, new in zip(state.plan.sites, plan.sites, strict=True) if old != new}
         step = RepairStep(change=RANGES, targets=tuple(map(str, changed)), sqnr=new_sqnr, kept=True)
@@ -370,6 +370,18 @@ class PlanSearch:
         holdout, limit = self.inputs.data.validation_set, MAX_UNBOUNDED_SAMPLES
         samples = self.inputs.data.dataset if holdout is None else holdout.samples(limit)
         return OutputMeter(self.inputs.source, samples.spread_feeds(limit), DEFAULT_MIN_SQNR)
+
+
+def _change_without_best(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return the change of a squared error in dB without the sample that gains most, infinite without others.
+
+    One uncertain sample may cause a gain. The others must not lose more than that without it.
+    """
+    pairs = [*zip(before, after, strict=True)]
+    most = max(old - new for old, new in pairs)
+    others = [(old, new) for old, new in pairs if old - new < most]
+    old_error, new_error = (sum(errors) for errors in zip(*others, strict=True)) if others else (0.0, 0.0)
+    return 10 * math.log10(new_error / old_error) if old_error > 0 < new_error else math.inf
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

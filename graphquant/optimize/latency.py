@@ -287,15 +287,13 @@ def measure_time_ratio(
     min_rounds: int = MIN_ROUNDS,
     slice_seconds: float = SLICE_SECONDS,
 ) -> TimeRatio:
-    """Time two functions in alternating slices of a few runs; the order alternates too.
+    """Time two functions, which have run before, in alternating slices of a few runs; the order alternates too.
 
     The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
     in a round affects both functions, so ratios are more reliable than times. The limit of `seconds` applies after
     `min_rounds`, unless the ratio is known precisely before.
     """
     clock, runs, first_times = clock or choose_clock(), [], []
-    for run in (first_run, second_run):
-        run()  # the first run ever is not timed
     end = clock() + seconds
     for run in (first_run, second_run):
         start = clock()

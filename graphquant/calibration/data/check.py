@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
     from graphquant.numerics import Array
 
+    ModelRun = tuple[Feeds, Mapping[str, Array]]  # inputs and outputs of a run
+
 RUN_VALUES = 16  # length of a run of values, mostly different ones, that two samples share only if they overlap
 MAX_SHIFT = 0.75  # of a sample; windows further apart share few values
 MIN_CUTS = 4  # number of overlapping samples of an item above which they count as cuts of it
@@ -162,7 +164,8 @@ class _InputStats:
     normalized: list[Array] = field(default_factory=list)  # some values of each feed, with mean 0 and norm 1
     exponents: Counter[int] = field(default_factory=Counter)  # of the largest value of each feed, to the base 2
     levels: Array = field(default_factory=lambda: np.empty(0))  # different values as long as none is positive
-    previous: bytes = b""  # the values of the last feed
+    previous: Array = field(default_factory=lambda: np.empty(0))  # the values of the last feed
+    findings: dict[str, str] = field(default_factory=dict)  # messages about the values, by kind
     overlaps: int = 0  # number of feeds that share a run of values with the one before, at another position
 
     def add(self, values: Array) -> None:
@@ -186,7 +189,7 @@ class _InputStats:
             return
         numbers = np.ascontiguousarray(values).reshape(-1)
         self.overlaps += _shares_run(numbers, self.previous)
-        self.previous = numbers.tobytes()
+        self.previous = numbers
         if (non_finite := non_finite_mask(numbers)).any():
             nan = int(np.isnan(numbers[non_finite].astype(np.float64)).sum())
             self.nan += nan
@@ -282,10 +285,14 @@ class _InputStats:
             return
         width = values.shape[3] if layout == "NCHW" else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
-        for image in values.reshape(len(values), -1).astype(dtype):
+        images = values.reshape(len(values), -1).astype(dtype, copy=False)
+        buffer = np.empty_like(images[0])  # new memory for each result takes longer than the arithmetic
+        for image in images:
             with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
                 planar, interleaved = (
-                    float(np.abs(np.subtract(image[n:], image[:-n])).mean()) for n in (width, width * COLOUR_CHANNELS)
+                    float(np.abs(difference, out=difference).mean())
+                    for n in (width, width * COLOUR_CHANNELS)
+                    for difference in (np.subtract(image[n:], image[:-n], out=buffer[n:]),)
                 )
             self.layout_difference += planar if layout == "NCHW" else interleaved
             self.swapped_difference += interleaved if layout == "NCHW" else planar
@@ -317,7 +324,7 @@ def _relative_noise(samples: Array) -> float | None:
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
     """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
     uses = {} if model is None else find_input_uses(model, inputs)
-    stats_of_inputs, _ = _read_samples(dataset, inputs, dataset.count, 0)
+    stats_of_inputs, _ = _read_samples(dataset, inputs, uses, dataset.count, 0)
     return DataReport(
         samples=dataset.count,
         digest=dataset.final_digest(),
@@ -350,23 +357,28 @@ class SampleCheck:
         self._uses = find_input_uses(runner.model, runner.inputs)
         if not dataset.random:  # every report says that data is random
             count = min(dataset.count, CHECKED_SAMPLES)
-            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, count, RUN_SAMPLES)
-            for finding in _find_mistakes(dataset, self._stats_of_inputs, self._uses, None):
-                if finding.level == "error":
-                    raise DataError(finding.message)
+            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, RUN_SAMPLES)
+            for model_input, stats in self._stats_of_inputs:
+                use = self._uses.get(model_input.name, InputUse())
+                for kind, message in (stats.findings | _index_findings(stats, use)).items():
+                    if kind in ERROR_KINDS:
+                        raise DataError(f"{model_input.name} {message}")
 
-    def finish(self, calibrated_model: Model | None = None) -> tuple[DataFinding, ...]:
-        """Run the model on a few samples and return all warnings.
+    def finish(self, runs: Sequence[ModelRun] = (), output_runner: Runner | None = None) -> tuple[DataFinding, ...]:
+        """Return all warnings, with those about `runs` of the model; by default, it runs on a few samples.
 
-        `calibrated_model` has the same outputs, and its shared runner has a session already.
+        `output_runner` has the same outputs, and a session already.
         """
         if self._dataset.random:
             return ()
         response = None
         if len(self._stats_of_inputs) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                output_runner = None if calibrated_model is None else formats.create_runner(calibrated_model)
-                response = _ModelResponse(self._runner, output_runner, self._uses, self._feeds)
+                if not runs:
+                    feeds, runner = self._feeds, self._runner
+                    outputs = formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds)
+                    runs = list(zip(feeds, outputs, strict=True))
+                response = _ModelResponse(self._runner, self._uses, runs)
         findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
@@ -374,7 +386,7 @@ class SampleCheck:
 
 
 def _read_samples(
-    dataset: Dataset, inputs: Sequence[InputSpec], sample_count: int, max_feeds: int
+    dataset: Dataset, inputs: Sequence[InputSpec], uses: Mapping[str, InputUse], sample_count: int, max_feeds: int
 ) -> tuple[list[tuple[InputSpec, _InputStats]], list[Feeds]]:
     """Read the first samples; return the statistics of each input that is no sequence, and a few samples."""
     reader = iter(dataset.feeds_between(0, sample_count))
@@ -397,6 +409,10 @@ def _read_samples(
                 stats.compare_layouts(model_input, feed[model_input.name])
                 stats.compare_samples(feed[model_input.name])
         previous = feed
+    for model_input, stats in stats_of_inputs:
+        stats.findings = _value_findings(stats, uses.get(model_input.name, InputUse()), dataset)
+        stats.normalized.clear()
+        stats.previous = np.empty(0)
     return stats_of_inputs, feeds
 
 
@@ -412,7 +428,7 @@ def _find_mistakes(
     for model_input, stats in stats_of_inputs:
         use = uses.get(model_input.name, InputUse())
         input_findings = {
-            **_value_findings(stats, use, dataset),
+            **stats.findings,
             **_scale_findings(model_input, stats, use, response),
             **_sign_findings(model_input, stats, use, response),
             **_layout_findings(model_input, stats, dataset),
@@ -478,16 +494,21 @@ def _distinct_count(values: Array) -> int:
     return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
-def _shares_run(values: Array, previous: bytes) -> bool:
+def _shares_run(values: Array, previous: Array) -> bool:
     """Return True if the first, middle or last values of a feed occur at another position in the feed before.
 
     Chunks of a stream may begin with the end of the chunk before, which is no overlap of windows.
     """
-    for start in (0, values.size // 2, max(values.size - RUN_VALUES, 0)):
+    if values.dtype != previous.dtype or min(values.size, previous.size) < RUN_VALUES:
+        return False
+    values, previous = (array.view(f"u{array.itemsize}") for array in (values, previous))
+    for start in (0, values.size // 2, values.size - RUN_VALUES):
         run = values[start : start + RUN_VALUES]
         if len(run) == RUN_VALUES and _distinct_count(run) > RUN_VALUES // 2:
-            position = previous.find(run.tobytes())
-            if position >= 0 and 0 < abs(position - start * values.itemsize) < MAX_SHIFT * values.nbytes:
+            positions = np.flatnonzero(previous[: 1 - RUN_VALUES] == run[0])
+            for offset in range(1, RUN_VALUES):
+                positions = positions[previous[positions + offset] == run[offset]]
+            if positions.size and 0 < abs(int(positions[0]) - start) < MAX_SHIFT * values.size:
                 return True
     return False
 
@@ -608,12 +629,10 @@ def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
 class _ModelResponse:
     """Response of a model to a few samples."""
 
-    def __init__(
-        self, runner: Runner, output_runner: Runner | None, uses: Mapping[str, InputUse], feeds: Sequence[Feeds]
-    ) -> None:
-        """Run the model on `feeds`; see `SampleCheck.finish` for the two runners."""
-        self._runner, self._feeds = runner, feeds
-        self._outputs = list(formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds))
+    def __init__(self, runner: Runner, uses: Mapping[str, InputUse], runs: Sequence[ModelRun]) -> None:
+        """Observe the first layers on the inputs of `runs`."""
+        self._runner = runner
+        self._feeds, self._outputs = [feed for feed, _ in runs], [outputs for _, outputs in runs]
         # For inputs with a layer, its standard deviation relative to what the layer has stored.
         self.ratios: dict[str, float] = {}
         self.negated: set[str] = set()  # inputs whose sign is wrong according to their layer
@@ -623,7 +642,7 @@ class _ModelResponse:
             layer, tensor = use.layer, use.gate if use.layer is None else use.layer.tensor
             if tensor is None or runner.unobservable([tensor]):
                 continue
-            observations = runner.observe([tensor], feeds, ancestors_only=True)
+            observations = runner.observe([tensor], self._feeds, ancestors_only=True)
             # A generator, because the values of all samples need more memory than a small model.
             values = (array for observed in observations for array in observed.get(tensor, ()))
             if layer is None:

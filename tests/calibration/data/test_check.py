@@ -537,6 +537,19 @@ def test_each_sample_is_read_once(samples) -> None:
     assert reads == list(range(32))
 
 
+def test_given_runs_are_judged_without_others(samples, monkeypatch) -> None:
+    """With the runs of a validation, the model does not run again for its outputs."""
+    runner = format_module("onnx").create_runner(gq.load(samples / "digits_cnn.onnx"))
+    feeds = [{"image": image[None]} for image in calibration_images(samples)]
+    dataset = Dataset(count=len(feeds), digest="", open_feeds=lambda first, last: iter(feeds[first:last]))
+    monkeypatch.setattr(type(runner), "run_each", None)
+    runs = [(feed, {"scores": np.full((1, 10), np.nan, np.float32)}) for feed in feeds[-4:]]
+    assert [finding.kind for finding in SampleCheck(dataset, runner).finish(runs)] == [
+        "not-finite-output",
+        "same-outputs",
+    ]
+
+
 def test_other_mistakes(tmp_path) -> None:
     """Reshaped NHWC, NaN, infinity, overflow and random data."""
     images = smooth_images()
@@ -754,5 +767,5 @@ def test_divided_samples_run_only_if_outputs_differ(last: float, runs: int) -> N
     """Samples of one class tell nothing about the scale, so that they are not run again divided by 255."""
     runner = CountingRunner()
     feeds = [{"x": np.array([value], np.float32)} for value in (255.0, last)]
-    assert not _ModelResponse(runner, None, {}, feeds).needs_large_values("x")
+    assert not _ModelResponse(runner, {}, list(zip(feeds, runner.run_each(feeds), strict=True))).needs_large_values("x")
     assert runner.runs == runs
