@@ -352,9 +352,7 @@ def evaluate_node(opset_import: Any, node: Any, inputs: Sequence[Array]) -> list
     slots = [slot for slot, name in enumerate(node.input) if name]
     if len(slots) != len(inputs):
         return None
-    if (result := _evaluate_in_numpy(node, inputs)) is not None:
-        return [result]
-    from onnx.reference import ReferenceEvaluator  # imported when needed, because it takes longer than a small model
+    from onnx.reference import ReferenceEvaluator  # imported when needed: that takes a quarter of a second
 
     part = deepcopy(node)
     if node.domain == HIDDEN_DOMAIN:
@@ -381,58 +379,6 @@ def evaluate_node(opset_import: Any, node: Any, inputs: Sequence[Array]) -> list
         return [np.asarray(result) for result in ReferenceEvaluator(model).run(None, values)]
     except EVALUATION_ERRORS:
         return None
-
-
-def _evaluate_in_numpy(node: Any, inputs: Sequence[Array]) -> Array | None:
-    """Return the output of a usual node of shape arithmetic, None for any other one."""
-    is_small = node.op_type in {"Shape", "Size"} or sum(value.size for value in inputs) <= MAX_SHAPE_ELEMENTS
-    if node.domain not in {*DEFAULT_DOMAINS, HIDDEN_DOMAIN} or len(inputs) < len(node.input) or not is_small:
-        return None
-    with suppress(*EVALUATION_ERRORS), np.errstate(all="ignore"):
-        attributes = {attr.name: helper.get_attribute_value(attr) for attr in node.attribute}
-        result = np.asarray(_NUMPY_OPS[node.op_type](*inputs, **attributes))
-        is_plain = all(value.dtype.isbuiltin and value.dtype.kind in "biuf" for value in (*inputs, result))
-        if is_plain and result.size <= MAX_SHAPE_ELEMENTS:
-            return result.copy()
-    return None
-
-
-def _slice(value: Array, starts: Array, ends: Array, axes: Array | None = None, steps: Array | None = None) -> Array:
-    slices = [slice(None)] * value.ndim
-    for number, axis in enumerate(range(len(starts)) if axes is None else axes):
-        slices[axis] = slice(starts[number], ends[number], None if steps is None else steps[number])
-    return value[tuple(slices)]
-
-
-def _fill(shape: Array, value: Any) -> Array:
-    if math.prod(sizes := shape.tolist()) > MAX_SHAPE_ELEMENTS:
-        raise ValueError(f"too many elements: {sizes}")
-    return np.full(sizes, numpy_helper.to_array(value).item(), numpy_helper.to_array(value).dtype)
-
-
-_NUMPY_OPS: dict[str, Callable[..., Any]] = {
-    "Shape": lambda value, start=0, end=None: np.array(value.shape[start:end], np.int64),
-    "Size": lambda value: np.array(value.size, np.int64),
-    "Gather": lambda value, indices, axis=0: np.take(value, indices, axis),
-    "Unsqueeze": lambda value, axes: np.expand_dims(value, tuple(np.ravel(axes))),
-    "Squeeze": lambda value, axes=None: np.squeeze(value, None if axes is None else tuple(np.ravel(axes))),
-    "Concat": lambda *values, axis: np.concatenate(values, axis),
-    "Slice": _slice,
-    "Cast": lambda value, to: value.astype(helper.tensor_dtype_to_np_dtype(to)),
-    "Transpose": lambda value, perm=None: np.transpose(value, perm),
-    "Reshape": lambda value, shape, allowzero=0: value.reshape(
-        [size or (0 if allowzero else value.shape[axis]) for axis, size in enumerate(shape.tolist())]
-    ),
-    "Expand": lambda value, shape: np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(shape))),
-    "ConstantOfShape": _fill,
-    "Sqrt": np.sqrt,
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Equal": np.equal,
-    "Pow": lambda value, exponent: np.power(value, exponent).astype(value.dtype),
-}
-"""Functions of numpy by op type, which get the inputs of a node and its attributes by name."""
 
 
 def _infer_message_types(weightless: Any) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnx.reference import ReferenceEvaluator
 from support.onnx_models import onnx_model
 
 import graphquant as gq
@@ -252,55 +251,3 @@ def test_negative_dimensions_of_other_types_are_unknown(tmp_path: Path, place: s
     onnx.save(model, tmp_path / "model.onnx")
     loaded = gq.load(tmp_path / "model.onnx")
     assert loaded.output(gq.TensorRef("", "y")).shape is not None
-
-
-F = np.float32
-SHAPE_NODES = [
-    ("Shape", {}, [np.zeros((2, 0, 3), F)]),
-    ("Shape", {"start": 1, "end": -1}, [np.zeros((2, 4, 3), F)]),
-    ("Size", {}, [np.zeros((2, 3), F)]),
-    ("Gather", {}, [np.arange(6).reshape(2, 3), np.array(-1)]),
-    ("Gather", {"axis": 1}, [np.arange(6).reshape(2, 3), np.array([2, 0])]),
-    ("Unsqueeze", {}, [np.array(4), np.array([0])]),
-    ("Unsqueeze", {}, [np.arange(6).reshape(2, 3), np.array([-1, 0])]),
-    ("Squeeze", {}, [np.ones((1, 3, 1), np.int64)]),
-    ("Squeeze", {}, [np.ones((1, 3, 1), np.int64), np.array([-1])]),
-    ("Concat", {"axis": -1}, [np.ones((2, 1), np.int64), np.zeros((2, 2), np.int64), np.ones((2, 1), np.int64)]),
-    ("Slice", {}, [np.arange(6), np.array([1]), np.array([1 << 62])]),
-    ("Slice", {}, [np.arange(6).reshape(2, 3), np.array([-1]), np.array([-(1 << 62)]), np.array([1]), np.array([-2])]),
-    ("Cast", {"to": onnx.TensorProto.FLOAT}, [np.arange(3)]),
-    ("Cast", {"to": onnx.TensorProto.BOOL}, [np.array([0.0, 0.5], F)]),
-    ("Transpose", {"perm": [2, 0, 1]}, [np.arange(6).reshape(1, 2, 3)]),
-    ("Reshape", {}, [np.arange(6).reshape(2, 3), np.array([0, -1, 1])]),
-    ("Reshape", {"allowzero": 1}, [np.zeros((0, 3), F), np.array([3, 0])]),
-    ("Expand", {}, [np.arange(3), np.array([2, 1])]),
-    ("ConstantOfShape", {"value": onnx.numpy_helper.from_array(np.array([7], np.int32))}, [np.array([2, 3])]),
-    *((name, {}, [np.array([2, 3], F), np.array(2, F)]) for name in ("Add", "Sub", "Mul", "Pow", "Equal")),
-    ("Sqrt", {}, [np.array([2, -1], F)]),
-]
-
-
-@pytest.mark.parametrize(("op_type", "attributes", "inputs"), SHAPE_NODES)
-def test_usual_shape_arithmetic_equals_the_reference(op_type, attributes, inputs) -> None:
-    """Numpy gives the values and types of onnx's reference implementation, which is not imported for them."""
-    names = [f"x{number}" for number in range(len(inputs))]
-    node, imports = onnx.helper.make_node(op_type, names, ["y"], **attributes), [onnx.helper.make_opsetid("", 18)]
-    result = shape_inference._evaluate_in_numpy(node, inputs)
-    (expected,) = ReferenceEvaluator(node, opsets={"": 18}).run(None, dict(zip(names, inputs, strict=True)))
-    assert result is not None
-    assert (result.dtype, result.shape) == (np.asarray(expected).dtype, np.asarray(expected).shape)
-    np.testing.assert_array_equal(result, expected)
-    (evaluated,) = shape_inference.evaluate_node(imports, node, inputs)
-    np.testing.assert_array_equal(evaluated, expected)
-
-
-def test_other_nodes_are_left_to_the_reference() -> None:
-    """Numpy evaluates no large results, other domains or unknown attributes."""
-    make = onnx.helper.make_node
-    evaluate = shape_inference._evaluate_in_numpy
-    assert evaluate(make("Expand", ["x", "s"], ["y"]), [np.array([1]), np.array([1 << 40])]) is None
-    assert evaluate(make("ConstantOfShape", ["s"], ["y"]), [np.array([1 << 40])]) is None
-    assert evaluate(make("Add", ["a", "b"], ["y"], domain="own"), [np.array([1]), np.array([1])]) is None
-    assert evaluate(make("Add", ["a", "b"], ["y"], axis=1), [np.array([1]), np.array([1])]) is None
-    assert evaluate(make("Cast", ["x"], ["y"], to=onnx.TensorProto.STRING), [np.array([1])]) is None
-    assert evaluate(make("Slice", ["x", "s", "e", "", "t"], ["y"]), [np.arange(6), *[np.array([1])] * 3]) is None
