@@ -230,7 +230,7 @@ class PlanSearch:
         if repair is not None and repair.steps:
             base = trace or SearchTrace(minimize=objective.minimize, plan=state.plan)
             trace = replace(base, repair=repair, interrupted=base.interrupted or repair.stop_reason == "interrupt")
-        result = inputs.with_integer_types(make_result(inputs.source, state, built, trace, stats))
+        result = inputs.with_integer_types(make_result(inputs.source, inputs.prepared, state, built, trace, stats))
         return ChosenPlan(workspace=workspace, built=built, result=result)
 
     def validate(self, chosen: ChosenPlan) -> Result:
@@ -333,7 +333,9 @@ class PlanSearch:
             cost=repaired.cost,
             repair=repair,
         ).with_candidates(repaired.changed_tensors)
-        result = make_result(self.inputs.source, workspace.state, repaired.built, trace, workspace.stats)
+        result = make_result(
+            self.inputs.source, self.inputs.prepared, workspace.state, repaired.built, trace, workspace.stats
+        )
         result = self._validated(self.inputs.with_integer_types(result), workspace.state)
         if repair.used_holdout and result.validation is not None:
             result = replace(result, validation=replace(result.validation, reuses_samples=True))

@@ -29,7 +29,7 @@ from graphquant.quantize import (
     format_step_counts,
     plan_to_json,
 )
-from graphquant.quantize.strip import BIASES_KEY, original_biases
+from graphquant.quantize.strip import BIASES_KEY, FACTORS_KEY, channel_factors, original_biases
 from graphquant.utils import HtmlRepresentation, ShortDict
 from graphquant.utils.options import checks_types
 
@@ -197,9 +197,17 @@ class Result(HtmlRepresentation):
 
 
 def make_result(
-    source: Model, state: PreCalibrationState, built: BuiltModel, trace: SearchTrace | None, stats: Stats | None
+    source: Model,
+    unscaled: Model,
+    state: PreCalibrationState,
+    built: BuiltModel,
+    trace: SearchTrace | None,
+    stats: Stats | None,
 ) -> Result:
-    """Return the result with the quantized model, which is not validated yet, and record its provenance."""
+    """Return the result with the quantized model, which is not validated yet, and record its provenance.
+
+    `unscaled` is the prepared model before the algorithms of `state` changed it.
+    """
     solution, solved_plan = built.edits.solution, built.edits.solution.plan
     prepared, solved = built.edits.model, sorted(built.params)
     result = Result(
@@ -224,7 +232,7 @@ def make_result(
     is_folded = any(pair.folded for pair in built.insertions)
     model = replace(
         built.model,
-        provenance=_provenance_of(result, built.edits if is_folded else None, state.rescaled_tensors),
+        provenance=_provenance_of(result, built.edits if is_folded else None, unscaled, state),
         original_model=None if is_folded else source,
     )
     return replace(result, model=model)
@@ -239,10 +247,14 @@ def _notes_by_tensor(solution: Solution) -> dict[TensorRef, str]:
     return notes
 
 
-def _provenance_of(result: Result, edits: WeightEdits | None, rescaled_tensors: frozenset[TensorRef]) -> dict[str, str]:
+def _provenance_of(
+    result: Result, edits: WeightEdits | None, unscaled: Model, state: PreCalibrationState
+) -> dict[str, str]:
     """Return the origin that the written model records: no time, no paths and nothing about this machine."""
     plan, stats = result.plan, result.stats
     biases = [] if edits is None else original_biases(edits.prepared_model, edits.original_biases)
+    rescaled_tensors = state.rescaled_tensors
+    factors = channel_factors(unscaled, state.model) if rescaled_tensors and edits is not None else []
     # Names of rule files may be paths.
     plan_json = plan_to_json(replace(plan, rules=(), steps=()))
     plan_json["steps"] = [[step.step, step.target, step.detail] for step in plan.steps]
@@ -257,6 +269,7 @@ def _provenance_of(result: Result, edits: WeightEdits | None, rescaled_tensors: 
         "steps": format_step_counts(step.step for step in plan.steps),
         "scaled": json.dumps(sorted(map(str, rescaled_tensors))) if rescaled_tensors else "",
         "algorithms": format_step_counts(change.algorithm for change in result.algorithm_results if change.applied),
+        FACTORS_KEY: json.dumps(factors) if factors else "",
         BIASES_KEY: json.dumps(biases) if biases else "",
         "random": "yes" if stats is not None and stats.random else "",
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from graphquant.api.models import as_model
 from graphquant.api.plan import prepare_with_steps
 from graphquant.errors import ModelError, UsageError
 from graphquant.ir import STORED_KINDS, Model, Parameters, TensorRef, qualified_op_name
-from graphquant.numerics import IntType, QParams, dequantize, quantize
+from graphquant.numerics import Array, IntType, QParams, dequantize, quantize
 from graphquant.quantize import prepare, requantize
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.strip import strip_quantization
@@ -29,6 +30,9 @@ class StripResult(HtmlRepresentation):
     ops: tuple[TensorRef, ...] = ()  # the removed quantization ops; empty with `exact`
     # Constants that were stored as integers, with the parameters of their rounding.
     weights: tuple[tuple[TensorRef, QParams], ...] = ()
+    exponents: Mapping[TensorRef, Array] = field(
+        default_factory=dict
+    )  # of powers of two that constants were divided by
     remaining: tuple[tuple[TensorRef, str], ...] = ()  # quantization ops that were not removed, with the reason
     steps: str = ""  # preparation steps that the model keeps, or ""
     notes: tuple[str, ...] = ()  # other messages about the result
@@ -83,12 +87,12 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
             else "no quantization ops from graphquant. --all also removes quantization ops of other tools."
         )
         raise UsageError(f"{source.path or 'The model'} has {missing}")
-    count = removed.restored_biases  # earlier versions recorded none
+    counts = {"biases": removed.restored_biases, "scaled constants": len(removed.exponents)}  # earlier versions: none
+    restored = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
     texts = {
         "steps": "The model keeps its preparation for quantization",
-        "algorithms": f"Weights keep the changes of optimization algorithms, but biases do not ({count} restored)"
-        if count
-        else "Weights and biases keep the changes of optimization algorithms",
+        "algorithms": "Weights and biases keep the changes of optimization algorithms"
+        + (f", except for {restored}, which are restored" if restored else ""),
     }
     notes += [f"{text}: {provenance[key]}." for key, text in texts.items() if provenance.get(key)]
     if removed.replaced_arguments:
@@ -101,6 +105,7 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         exact=False,
         ops=ops,
         weights=removed.weights,
+        exponents=removed.exponents,
         remaining=remaining,
         steps=provenance.get("steps", ""),
         notes=tuple(notes),
@@ -171,11 +176,14 @@ def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:
         original_value, stripped_value = original_parameters.value(tensor), stripped_parameters.value(tensor)
         if original_value is None or stripped_value is None or original_value.shape != stripped_value.shape:
             continue
+        exponents = stripped.exponents.get(tensor, np.zeros((), np.int32))
+        scaled = np.ldexp(original_value, exponents)
         # The stored integers do not show that the range was narrow, so both variants are tried.
         rounding_params = (params, replace(params, narrow=True)) if isinstance(params.type, IntType) else (params,)
         if any(
             np.array_equal(
-                dequantize(quantize(original_value, qparams), qparams).astype(stripped_value.dtype), stripped_value
+                np.ldexp(dequantize(quantize(scaled, qparams), qparams), -exponents).astype(stripped_value.dtype),
+                stripped_value,
             )
             for qparams in rounding_params
         ):

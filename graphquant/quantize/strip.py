@@ -6,7 +6,10 @@ If the model has a record of its source, `quantize.source_record` restores that 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import Model, Op, Parameters, TensorRef, Use, check_invariants, paused_gc
+from graphquant.ir import Model, Op, Parameters, TensorRef, Use, check_invariants, fully_known_shape, paused_gc
 from graphquant.ir.op_matching import is_inserted
 from graphquant.numerics import Array, QParams, dequantize
 from graphquant.qdq import read_qparams
@@ -25,6 +28,8 @@ from graphquant.quantize.prepare import PREPARATION_STEPS
 from graphquant.utils.option_types import type_adapter
 
 BIASES_KEY = "biases"  # key of the original biases in the provenance
+FACTORS_KEY = "factors"  # key of the factors of channels in the provenance
+MAX_EXPONENT = 127  # limit of the exponents of factors, which are int8
 
 
 class OriginalBias(NamedTuple):
@@ -48,6 +53,41 @@ def original_biases(prepared: Model, values: Mapping[Use, Array]) -> list[Origin
     ]
 
 
+class ChannelFactors(NamedTuple):
+    """Powers of two by which an algorithm multiplied the channels of a constant."""
+
+    constant: TensorRef
+    shape: tuple[int, ...]  # that of the constant, with 1 for axes along which the factors are equal
+    exponents: str  # base64 of the compressed int8 exponents
+
+
+def channel_factors(prepared: Model, scaled: Model) -> list[ChannelFactors]:
+    """Return the factors of the constants of the prepared model that scaling changed, for the metadata."""
+    factors = []
+    for name, graph in prepared.graphs.items():
+        for op in graph.ops():
+            scaled_op = scaled.graphs[name].op(op.name)
+            if scaled_op is not op and op.read_value is not None and scaled_op.read_value is not None:
+                before, after = op.read_value(), scaled_op.read_value()
+                exponents = _common_exponents(before, after)
+                if np.array_equal(np.ldexp(before, exponents), after):  # else it was changed in another way
+                    data = base64.b64encode(zlib.compress(exponents.astype(np.int8).tobytes())).decode()
+                    factors.append(ChannelFactors(TensorRef(name, op.name), exponents.shape, data))
+    return factors
+
+
+def _common_exponents(before: Array, after: Array) -> Array:
+    """Return the exponents of `after / before`, with one element along axes where they are equal; zeros have any."""
+    is_known = before != 0
+    _, exponents = np.frexp(np.divide(after, before, out=np.ones_like(before), where=is_known))
+    low, high = np.where(is_known, exponents - 1, MAX_EXPONENT), np.where(is_known, exponents - 1, -MAX_EXPONENT)
+    for axis in range(before.ndim):
+        lowest, highest = low.min(axis, keepdims=True), high.max(axis, keepdims=True)
+        if np.all(lowest >= highest):
+            low, high = lowest, highest
+    return np.where(low > high, 0, high)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrippedModel:
     """Result of `strip_quantization`."""
@@ -59,6 +99,7 @@ class StrippedModel:
     remaining: tuple[tuple[TensorRef, str], ...]  # quantization ops that could not be removed, with the reason
     replaced_arguments: tuple[TensorRef, ...]  # function arguments that were replaced by a constant in the function
     restored_biases: int  # number of ops that read their bias from before bias correction again
+    exponents: Mapping[TensorRef, Array]  # of the factors by which constants were divided, which broadcast to them
 
 
 @paused_gc()
@@ -91,6 +132,7 @@ class _QuantizationRemover:
         self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
         self._remaining: dict[TensorRef, str] = {}
         self._replaced_arguments: dict[TensorRef, None] = {}
+        self._exponents: dict[TensorRef, Array] = {}
 
     def run(self) -> StrippedModel:
         changed = self._changed
@@ -119,6 +161,7 @@ class _QuantizationRemover:
         original_inputs = (slot for ref in removed for slot in self._model.graphs[ref.graph].slots(ref.op))
         remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
         restored_biases = self._restore_biases()
+        self._divide_by_factors()
         self._remove_leftovers()
         check_invariants(changed, "strip")
         return StrippedModel(
@@ -128,6 +171,7 @@ class _QuantizationRemover:
             remaining=tuple(self._remaining.items()),
             replaced_arguments=tuple(self._replaced_arguments),
             restored_biases=restored_biases,
+            exponents=self._exponents,
         )
 
     def _is_removable(self, op: Op) -> bool:
@@ -247,6 +291,35 @@ class _QuantizationRemover:
         self._floats = {key: entry for key, entry in self._floats.items() if entry[0] not in exact}
         return len(restored)
 
+    def _divide_by_factors(self) -> None:
+        """Divide constants by the factors of their channels, and skip products with them.
+
+        Entries that are damaged, or do not fit, are ignored.
+        """
+        with suppress(ValueError, zlib.error):  # also of pydantic
+            entries = type_adapter(tuple[ChannelFactors, ...]).validate_json(self._provenance.get(FACTORS_KEY, "[]"))
+            for constant, shape, data in entries:
+                graph = self._changed.graphs.get(constant.graph)
+                if graph is None or constant.op not in graph:
+                    continue
+                op = graph.op(constant.op)
+                sizes, read_value = fully_known_shape(op.outputs[0].shape), op.read_value
+                if sizes is None or read_value is None or len(sizes) != len(shape):
+                    continue
+                if all(size in {1, whole} for size, whole in zip(shape, sizes, strict=True)):
+                    content = zlib.decompressobj().decompress(base64.b64decode(data), math.prod(shape) + 1)
+                    exponents = np.frombuffer(content, np.int8).reshape(shape).astype(np.int32)
+                    graph.replace_op(replace(op, read_value=partial(_divided, read_value, exponents)))
+                    self._exponents[constant] = exponents
+        for name, graph in self._changed.graphs.items() if self._exponents else ():
+            for op in list(graph.ops()):
+                is_product = op.kind == "mul" and op.rule and op.rule not in PREPARATION_STEPS
+                if (
+                    is_product and (tensor := next(iter(graph.slots(op.name)), None)) is not None
+                ):  # it has the same factors
+                    product = TensorRef(name, op.name)
+                    graph.reroute(product, graph.consumers(product), tensor)
+
     def _remove_leftovers(self) -> None:
         """Remove auxiliary ops: variables of learned ranges and their initializers."""
         for graph in self._changed.graphs.values():
@@ -254,6 +327,13 @@ class _QuantizationRemover:
                 is_leftover = bool(op.rule) and op.rule not in PREPARATION_STEPS and op.kind not in {"output", "input"}
                 if is_leftover and op.name in graph and not graph.successors(op.name) and not self._is_removable(op):
                     graph.remove_op(op.name)
+
+
+def _divided(read_value: Callable[[], Array], exponents: Array) -> Array:
+    """Return a constant divided by powers of two."""
+    value = read_value()
+    with np.errstate(over="ignore", under="ignore"):  # of a file that was changed
+        return np.asarray(np.ldexp(value, -exponents), value.dtype)
 
 
 def _dequantized_weight(parameters: Parameters, integers: TensorRef, params: QParams, dtype: str) -> Array:

@@ -1,5 +1,6 @@
 """Algorithms that run before calibration: their gain, the cases without them, and the way back to the source."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from support.rule_files import input_rule, weight_rule
 
 import graphquant as gq
+from graphquant.api.strip import prove_stripped
 from graphquant.formats import onnx as onnx_format
 from graphquant.optimize import algorithm
 from graphquant.optimize.algorithm import AlgorithmData, PreCalibrationState
@@ -144,6 +146,51 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
     stripped = gq.strip(tmp_path / "out.onnx")
     assert stripped.exact
     assert stripped.model.digest == source.digest
+
+
+@pytest.mark.parametrize(
+    ("net", "rules", "name"),
+    [
+        (DEPTHWISE, PER_TENSOR, "cross-layer-equalization"),
+        (FOLDED, PER_CHANNEL, "smoothquant"),
+        (BRANCHED, PER_CHANNEL, "smoothquant"),
+    ],
+)
+def test_strip_divides_by_the_factors(net, rules, name, tmp_path):
+    """Stored integers and float constants give the values before scaling, except for their rounding."""
+    path = save_image_model(tmp_path, *net)
+    result, _ = insert_and_measure(tmp_path, path, rules, name, "bias-correction")
+    assert any(entry.applied and entry.algorithm == name for entry in result.algorithm_results)
+    stripped = gq.strip(tmp_path / "out.onnx")
+    assert not stripped.exact
+    assert stripped.exponents
+    proof = prove_stripped(stripped, path)
+    assert proof.other_differences.changes == ()
+    assert proof.rounded_weights
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        "x",
+        "[1]",
+        '[[["","no",0],[1],"eJxjAAAAAQAB"]]',
+        '[[["","NAME",0],[-1,1],"?"]]',
+        '[[["","NAME",0],SHAPE,"AA=="]]',
+    ],
+)
+def test_damaged_factors_are_ignored(factors, tmp_path):
+    """Factors that cannot be read, or do not fit, leave the constants as they are."""
+    path = save_image_model(tmp_path, *FOLDED)
+    insert_and_measure(tmp_path, path, PER_CHANNEL, "smoothquant")
+    message = onnx.load(tmp_path / "out.onnx")
+    (entry,) = [entry for entry in message.metadata_props if entry.key == "graphquant.factors"]
+    (_, name, _), shape, _ = json.loads(entry.value)[0]
+    entry.value = factors.replace("NAME", name).replace("SHAPE", str(shape))
+    onnx.save(message, tmp_path / "out.onnx")
+    stripped = gq.strip(tmp_path / "out.onnx")
+    assert not stripped.exponents
+    assert not prove_stripped(stripped, path).holds
 
 
 @pytest.mark.parametrize("validates", [True, False])
