@@ -124,8 +124,7 @@ class PlanSearch:
         search_time, samples = inputs.settings.search_time, data.calibration or data.dataset
         elapsed = search_clock(search_time)() - self.start
         costs = predict_costs(inputs.prepared, inputs.plan, samples, model_constant_bytes(inputs.prepared))
-        work = costs.insert(samples.count, len(inputs.plan.algorithms), has_bounds=data.has_bounds)
-        return SearchBudget(search_time, costs, samples.count, elapsed, work)
+        return SearchBudget(search_time, costs, samples.count, len(inputs.plan.algorithms), elapsed)
 
     @property
     def _allows_repair(self) -> bool:

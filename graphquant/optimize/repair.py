@@ -682,8 +682,10 @@ class _Repair:
         self._request.budget.charge(work)
         plan = request.workspace.state.plan_without_factors(request.workspace.state.plan)
         plan = replace(plan, algorithms=choose_algorithms(plan.algorithms, names))
+        # A search for a bound keeps what is chosen here, and 1 dB of a plan far below it says little about others.
+        validates = request.default_sqnr is None
         state = run_precalibration_algorithms(
-            request.prepared, plan, request.calibration, has_stats=False, validates=False
+            request.prepared, plan, request.calibration, has_stats=False, validates=validates
         )
         applied = {result.algorithm for result in state.results if result.applied}
         if applied.isdisjoint(names):

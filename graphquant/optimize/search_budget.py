@@ -29,11 +29,7 @@ OBSERVED_OP_SECONDS, OBSERVED_ELEMENT_SECONDS = 1.5e-5, 2.5e-9  # in addition wh
 CALIBRATION_SECONDS = 0.02  # of a calibration, whatever the model is
 SESSION_SECONDS, SESSION_OP_SECONDS, SESSION_BYTE_SECONDS = 2e-3, 2e-4, 1e-9  # to create a session, by ops and weights
 INSERT_SECONDS = 0.1  # of an `insert` without a search, whatever the model is
-INSERT_SESSIONS = 9  # sessions that take as long as preparing, rewriting, validating and timing the model
-BOUND_SESSIONS, BOUND_RUNS = (
-    18,
-    5,
-)  # sessions, and runs of each sample, of an `insert` that measures a bound, in addition
+INSERT_SESSIONS = 14  # sessions that take as long as preparing, rewriting, validating and timing the model
 PLAN_SESSIONS = 2  # sessions that take as long as the solution, the rewrite and the session of a plan
 BYPASS_SESSIONS = 1.25  # the same for a built plan with further sites in float
 ALGORITHM_SESSIONS, ALGORITHM_RUNS = 4, 64  # sessions and runs that take as long as a cheap optimization algorithm
@@ -99,11 +95,10 @@ class SearchCosts:
         work = SWITCHED_RUNS[self.format] * samples * self.run + feeds * self.constant_bytes * SWITCHED_BYTE_SECONDS
         return work + (self.plan(0) if creates_session else 0.0)
 
-    def insert(self, samples: int, algorithms: int, *, has_bounds: bool) -> float:
+    def insert(self, samples: int, algorithms: int) -> float:
         """Return the work of an `insert` without a search."""
         fixed = INSERT_SECONDS + INSERT_SESSIONS * self.session + samples * self.run
-        measured = BOUND_SESSIONS * self.session + BOUND_RUNS * samples * self.run if has_bounds else 0.0
-        return fixed + measured + self.calibration(samples) + self.plan(0, algorithms)
+        return fixed + self.calibration(samples) + self.plan(0, algorithms)
 
 
 def predict_costs(model: Model, plan: Plan, samples: Dataset, constant_bytes: int) -> SearchCosts:
@@ -134,11 +129,10 @@ class SearchBudget:
     Seconds limit only the time of the search.
     """
 
-    def __init__(self, search_time: str, costs: SearchCosts, samples: int, elapsed: float, insert_work: float) -> None:
+    def __init__(self, search_time: str, costs: SearchCosts, samples: int, algorithms: int, elapsed: float) -> None:
         """Start the clock. `search_time` is as in `InsertOptions`.
 
-        The calibration used `samples` and took `elapsed` seconds of `search_clock`. Without a search, `insert` is
-        predicted to take `insert_work` (see `SearchCosts.insert`).
+        The calibration used `samples` and took `elapsed` seconds of `search_clock`, with `algorithms` of the rules.
         """
         amount, is_factor = float(search_time[:-1]), search_time.endswith("x")
         self.costs = costs
@@ -146,7 +140,7 @@ class SearchBudget:
         seconds = max(TIME_MARGIN * amount * (START_SECONDS + elapsed), MIN_LIMIT_SECONDS) if is_factor else amount
         self._deadline = self._clock() + seconds
         self.limit = amount * (START_SECONDS + costs.calibration(samples)) if is_factor else math.inf
-        self.work = START_SECONDS + insert_work  # nominal seconds
+        self.work = START_SECONDS + costs.insert(samples, algorithms)  # nominal seconds
 
     @property
     def remaining(self) -> float:

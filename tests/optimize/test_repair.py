@@ -524,16 +524,11 @@ def test_json_of_a_repair(outlier_net: Path) -> None:
 COSTS = SearchCosts(run=0.001, observed_run=0.01, session=0.01, macs={}, constant_bytes=0)
 
 
-def test_bounds_need_more_work() -> None:
-    """A bound is measured in addition to what `insert` does."""
-    assert COSTS.insert(100, 1, has_bounds=True) > COSTS.insert(100, 1, has_bounds=False) > COSTS.calibration(100)
-
-
 def test_a_budget_counts_work_before_it_starts() -> None:
     """A factor of the calibration's work limits that of the whole command; the last work that fits is allowed."""
-    budget = SearchBudget("4x", COSTS, 100, 3600.0, 1.0)
+    budget = SearchBudget("4x", COSTS, 100, 1, 3600.0)
     assert budget.limit == pytest.approx(4 * (START_SECONDS + COSTS.calibration(100)))
-    assert budget.work == START_SECONDS + 1.0
+    assert budget.work == START_SECONDS + COSTS.insert(100, 1)
     budget.charge(budget.remaining)
     with pytest.raises(SearchLimitError) as error:
         budget.charge(0.001)
@@ -608,7 +603,7 @@ def test_a_repair_judges_plans_on_the_samples_of_the_validation(
 def test_a_short_calibration_still_allows_a_search() -> None:
     """The start of the process counts as work of the calibration, and leaves a small model enough for a search."""
     costs = SearchCosts(run=1e-5, observed_run=1e-4, session=1e-3, macs={}, constant_bytes=0)
-    assert SearchBudget("10x", costs, 8, 0.01, costs.insert(8, 0, has_bounds=False)).remaining > 8 * START_SECONDS
+    assert SearchBudget("10x", costs, 8, 0, 0.01).remaining > 8 * START_SECONDS
 
 
 @pytest.mark.parametrize(("search_time", "seconds"), [("90s", 90.0), ("2x", 30.0), ("0.5x", MIN_LIMIT_SECONDS)])
@@ -618,7 +613,7 @@ def test_a_budget_ends_with_its_time(monkeypatch: pytest.MonkeyPatch, search_tim
     clock = "process_time" if search_time.endswith("x") else "monotonic"
     monkeypatch.setattr(f"graphquant.optimize.search_budget.time.{clock}", lambda: now)
     free = SearchCosts(run=0.0, observed_run=10.0, session=0.0, macs={}, constant_bytes=0)
-    budget = SearchBudget(search_time, free, 100, 7.0, 0.0)
+    budget = SearchBudget(search_time, free, 100, 0, 7.0)
     assert (budget.limit == math.inf) == search_time.endswith("s")
     budget.limit = math.inf
     now += seconds
