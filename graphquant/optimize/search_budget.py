@@ -30,10 +30,7 @@ CALIBRATION_SECONDS = 0.02  # of a calibration, whatever the model is
 SESSION_SECONDS, SESSION_OP_SECONDS, SESSION_BYTE_SECONDS = 2e-3, 2e-4, 1e-9  # to create a session, by ops and weights
 INSERT_SECONDS = 0.1  # of an `insert` without a search, whatever the model is
 INSERT_SESSIONS = 9  # sessions that take as long as preparing, rewriting, validating and timing the model
-BOUND_SESSIONS, BOUND_RUNS = (
-    18,
-    5,
-)  # sessions, and runs of each sample, of an `insert` that measures a bound, in addition
+BOUND_SESSIONS, BOUND_RUNS = 18, 5  # sessions, and runs of each sample, to measure a bound in addition
 PLAN_SESSIONS = 2  # sessions that take as long as the solution, the rewrite and the session of a plan
 BYPASS_SESSIONS = 1.25  # the same for a built plan with further sites in float
 ALGORITHM_SESSIONS, ALGORITHM_RUNS = 4, 64  # sessions and runs that take as long as a cheap optimization algorithm

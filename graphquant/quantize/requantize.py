@@ -14,17 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import (
-    CLAMPING_KINDS,
-    QUANTIZATION_KINDS,
-    TABLE_KINDS,
-    Graph,
-    Model,
-    Op,
-    Parameters,
-    TensorRef,
-    Use,
-)
+from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, TABLE_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op

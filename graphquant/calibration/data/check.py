@@ -22,13 +22,7 @@ import numpy as np
 from graphquant import formats
 from graphquant.calibration.data.dataset import LABEL_KEYS, MIN_SPLIT_SAMPLES
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
-from graphquant.calibration.data.model_inputs import (
-    InputLayer,
-    InputUse,
-    channel_moments,
-    find_input_uses,
-    is_negated,
-)
+from graphquant.calibration.data.model_inputs import InputLayer, InputUse, channel_moments, find_input_uses, is_negated
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
