@@ -589,8 +589,8 @@ def _sign_findings(stats: _InputStats, response: _ModelResponse | None) -> dict[
     """Return messages about values with the opposite sign of those that the model was trained on."""
     if response is not None and stats.spec.name in response.negated:
         return {
-            "negated": f"{stats.received}. The response of the model has the opposite sign of the means that it has stored"
-            " in training. Negate the values."
+            "negated": f"{stats.received}. The response of the model has the opposite sign of the means that it has"
+            " stored in training. Negate the values."
         }
     stores_means = stats.use.layer is not None and stats.use.layer.mean is not None
     is_judged_by_layer = stats.use.rescaled or (response is not None and stores_means)
