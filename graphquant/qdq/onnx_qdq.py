@@ -235,11 +235,8 @@ class OnnxFamily(QDQFamily):
         if fits and shape is not None:
             counts = [size and -(-size // block) if block > 0 and i == axis else size for i, size in enumerate(shape)]
             counts = counts if block > 0 else counts[axis : axis + 1]
-            fits = (
-                axis >= 0
-                and len(counts) == scale.ndim
-                and all(count in {None, length} for count, length in zip(counts, scale.shape, strict=True))
-            )
+            sizes_match = all(count in {None, length} for count, length in zip(counts, scale.shape, strict=False))
+            fits = axis >= 0 and len(counts) == scale.ndim and sizes_match
         return qparams_from_scale(scale, zeros, dtype, axis=axis, block=block if block > 0 else None) if fits else None
 
     def read_restricted_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | None:

@@ -46,6 +46,7 @@ def requantize(model: Model) -> Iterator[Step]:
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
     pairs = _ops_of_kinds(model, {"dequantize", "qdq"})
+    # Tables first, so that a product that reads a transposed copy finds the table.
     for graph, op in sorted(pairs, key=lambda pair: not _is_table(pair[0], TensorRef(pair[0].name, pair[1].name))):
         float_tensor, known_params = _float_source(model, graph, op), read_qparams(graph, op, parameters)
         params = known_params if isinstance(known_params, QParams) else None

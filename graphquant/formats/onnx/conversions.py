@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from google.protobuf.message import DecodeError
-from onnx import NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
+from onnx import NodeProto, checker, defs, helper, inliner, version_converter
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies, topological_order
@@ -63,15 +62,7 @@ SYNTHETIC_WEIGHT_PERIOD = 1_000_003  # number of values after which they repeat;
 SYNTHETIC_WEIGHT_STD = 0.02
 """Standard deviation of synthetic weights, with which products of a few thousand values keep their size."""
 
-CONVERTER_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    DecodeError,
-    checker.ValidationError,
-    shape_inference.InferenceError,
-    version_converter.ConvertError,
-)
+CONVERTER_ERRORS: tuple[type[Exception], ...] = (*INFERENCE_ERRORS, version_converter.ConvertError)
 """Exceptions of onnx's converter and checker, which have no common base class."""
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4
