@@ -72,6 +72,11 @@ class Site:
             raise ValueError(f"'zero_point' is not in [{qmin}, {qmax}]")
 
     @property
+    def has_given_range(self) -> bool:
+        """True if the plan gives the range or the scale, so that no data or value determines them."""
+        return self.range is not None or self.scale is not None
+
+    @property
     def family(self) -> QDQFamily:
         """The family of the scheme."""
         return FAMILIES[self.scheme.family or ""]

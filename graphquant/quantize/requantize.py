@@ -245,12 +245,8 @@ def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: Tenso
         reshaped_back = TensorRef(use.graph, use.op)
         reader_graph = model.graphs[use.graph]
         sizes = reader_graph.source_of(Use(use.graph, use.op, 1))
-        value = None if sizes is None else model.op(sizes).read_value
-        if (
-            reader_graph.op(use.op).kind != "reshape"
-            or value is None
-            or tuple(value().tolist()) != model.output(original).shape
-        ):
+        value = None if sizes is None or reader_graph.op(use.op).kind != "reshape" else model.op(sizes).read_value
+        if value is None or tuple(value().tolist()) != model.output(original).shape:
             continue
         for reader in reader_graph.consumers(reshaped_back):
             edits.connect(reader, original)

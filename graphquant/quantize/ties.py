@@ -266,7 +266,7 @@ def skip_unfed_ties(state: SolverState) -> None:
     fed_by_themselves = []
     for index in state.params:
         site = state.sites[index]
-        if not site.tie or site.scale is not None or site.range is not None:
+        if not site.tie or site.has_given_range:
             fed_by_themselves.append(index)
         for use in site.tie:
             if use in state.index_by_use:

@@ -435,9 +435,8 @@ def _find_mistakes(
             **_index_findings(stats),
         }
         selects_rows = (stats.use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
-        is_empty_state = (
-            stats.use.starts_states and stats.low == stats.high == 0
-        )  # as a recurrent op without one has it
+        # A recurrent op without an initial state starts with zeros.
+        is_empty_state = stats.use.starts_states and stats.low == stats.high == 0
         is_float = dtype_kind(numpy_dtype(stats.spec.dtype)) == "float"
         is_content = (is_float and not is_empty_state) or selects_rows
         for kind, message in input_findings.items():
