@@ -27,6 +27,7 @@ from graphquant.numerics import (
     QParams,
     QType,
     broadcast_to_tensor,
+    numpy_dtype,
     parse_type,
     qparams_from_scale,
     quantize_to_dtype,
@@ -118,7 +119,7 @@ class OnnxFamily(QDQFamily):
         """Add QuantizeLinear and DequantizeLinear. For a weight with a value, integers replace the former."""
         params, source_output = site.static_params, graph.output(site.tensor)
         container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
-        integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
+        integer_dtype = numpy_dtype(container)
         shape = () if _is_single_block(params) else params.scale.shape
         # The scale's type is the tensor's. A copy of the scales of all blocks would be a sixteenth of the model.
         scales = params.scale.reshape(shape).astype(np.dtype(source_output.dtype), copy=False)
