@@ -168,11 +168,8 @@ class ErrorSums:
             return
         flat_expected, flat_actual = expected.reshape(-1), actual.reshape(-1)
         self.count += flat_expected.size
-        if (
-            not full
-            and flat_expected.dtype == flat_actual.dtype == np.float32
-            and self._add_float32_sums(flat_expected, flat_actual)
-        ):
+        is_float32 = flat_expected.dtype == flat_actual.dtype == np.float32
+        if not full and is_float32 and self._add_float32_sums(flat_expected, flat_actual):
             return
         for start in range(0, flat_expected.size, histogram_kernel.SQUARES_CHUNK):
             chunk = slice(start, start + histogram_kernel.SQUARES_CHUNK)

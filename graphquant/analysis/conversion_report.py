@@ -344,11 +344,8 @@ def find_wrong_kernel(converted: Model) -> str | None:
             result = _largest_scale(op.outputs[:1])
             is_inexact = op.type in _COMPARISONS and inputs > 0
             is_overflowing = op.type == "ADD" and 0 < _MAX_SUM_RESCALING * result <= inputs
-            if (
-                is_inexact
-                or is_overflowing
-                or (op.kind in CONCATENATING_KINDS and result and _clips_an_input(graph, op))
-            ):
+            is_clipping = op.kind in CONCATENATING_KINDS and result > 0 and _clips_an_input(graph, op)
+            if is_inexact or is_overflowing or is_clipping:
                 return op.outputs[0].name
     return None
 

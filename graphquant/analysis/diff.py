@@ -413,12 +413,7 @@ def _quantization_changes(location: str, first_op: QuantizationOp, second_op: Qu
     first_params, second_params = first_op.params, second_op.params
     if first_op.type != second_op.type:
         yield ModelChange("site-changed", location, f"{first_op.type} became {second_op.type}")
-    if (
-        first_params is None
-        or second_params is None
-        or isinstance(first_params, DynamicQParams)
-        or isinstance(second_params, DynamicQParams)
-    ):
+    if not isinstance(first_params, QParams) or not isinstance(second_params, QParams):
         before, after = _describe_quantization(first_op), _describe_quantization(second_op)
         if before != after:
             yield ModelChange("site-changed", location, f"{before} became {after}")

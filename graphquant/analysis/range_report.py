@@ -203,7 +203,7 @@ def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Ran
 
 def _describe_method(site: Site) -> str:
     """Observer of a site with the arguments of its rule."""
-    if site.scale is not None or site.range is not None:
+    if site.has_given_range:
         return "given by the plan"
     observe = site.scheme.observe
     return " ".join([observe.name, *(f"{value:g}" for value in observe.arguments.values())])

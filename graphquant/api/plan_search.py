@@ -308,10 +308,8 @@ class PlanSearch:
             return True
         if validation.bounds or target is None or worst is None or calibration is None or worst >= target + CLOSE_DB:
             return False
-        return (
-            OutputMeter(self.inputs.source, calibration.spread_feeds(REPAIR_SAMPLES), target).worst_sqnr(built.model)
-            < target
-        )
+        meter = OutputMeter(self.inputs.source, calibration.spread_feeds(REPAIR_SAMPLES), target)
+        return meter.worst_sqnr(built.model) < target
 
     def _choose_algorithms(self, workspace: Workspace, min_sqnr: float) -> tuple[Workspace, RepairTrace]:
         """Return the workspace with the algorithms that bring its plan closer to a bound, before a search for it."""

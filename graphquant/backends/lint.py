@@ -273,11 +273,8 @@ def _check_data_movement(context: LintContext, graph: Graph, op: Op) -> Iterator
     input_params = [side.params for side in context.quantizations.inputs(graph, op) if side.params is not None]
     output_params = [params for _, params in context.quantizations.outputs(graph, op)[0] if params is not None]
     all_params = [*input_params, *output_params]
-    if (
-        input_params
-        and output_params
-        and not all(same_quantization(all_params[0], params) for params in all_params[1:])
-    ):
+    differ = any(not same_quantization(all_params[0], params) for params in all_params[1:])
+    if input_params and output_params and differ:
         scales = ", ".join(dict.fromkeys(map(_format_params, all_params)))
         fix = "use one scale and zero point for input and output"
         yield "GQ103", f"its inputs and outputs have the scales {scales}", fix

@@ -46,10 +46,8 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 INTEGER_OP_TYPES = frozenset(
-    {
-        *("ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", DYNAMIC_PRODUCT),
-        *("DynamicQuantizeLSTM", DYNAMIC_ATTENTION, "QEmbedLayerNormalization", "QMoE"),
-    }
+    {"ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", DYNAMIC_PRODUCT}
+    | {"DynamicQuantizeLSTM", DYNAMIC_ATTENTION, "QEmbedLayerNormalization", "QMoE"}
 )
 """Op types that compute on integers by definition, in addition to the QLinear types."""
 

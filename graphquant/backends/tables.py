@@ -162,10 +162,8 @@ TENSORRT = _table_backend(
 
 
 QNN_PASSTHROUGH_KINDS = frozenset(
-    {
-        *("reshape", "transpose", "squeeze", "unsqueeze", "split", "gather", "tile", "flatten", "expand", "pad"),
-        *("slice", "max_pool", "depth_to_space", "space_to_depth"),
-    }
+    {"reshape", "transpose", "squeeze", "unsqueeze", "split", "gather", "tile", "flatten", "expand", "pad"}
+    | {"slice", "max_pool", "depth_to_space", "space_to_depth"}
 )
 """Kinds that need no quantization after them."""
 
@@ -235,10 +233,8 @@ QNN = _table_backend(
 OPENVINO_DTYPES = frozenset({"int8", "uint8"})
 
 OPENVINO_PASSTHROUGH_KINDS = frozenset(
-    {
-        *("max_pool", "reduce_max", "reshape", "flatten", "squeeze", "unsqueeze", "split", "transpose"),
-        *("tile", "slice", "expand", "pad"),
-    }
+    {"max_pool", "reduce_max", "reshape", "flatten", "squeeze", "unsqueeze", "split", "transpose"}
+    | {"tile", "slice", "expand", "pad"}
 )
 """Kinds that pass integers through."""
 

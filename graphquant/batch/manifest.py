@@ -255,12 +255,8 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
         path = entry_settings.get(key)
         if path is not None and not _PLACEHOLDER.search(path):
             yield request.key_path(index, key), _check_file(key, _join_path(_base_folder(request, key), path))
-    if (
-        data is None
-        and _build_gates(entry_settings).needs_data
-        and index not in request.ambiguous
-        and isinstance(table, ModelTable)
-    ):
+    lacks_data = data is None and _build_gates(entry_settings).needs_data
+    if lacks_data and index not in request.ambiguous and isinstance(table, ModelTable):
         key = next(key for key in METRIC_GATES if key in entry_settings)
         message = f"{key!r} needs data, and there is none for {', '.join(table.path)}. Add 'data'."
         yield request.key_path(index, key), message

@@ -272,11 +272,7 @@ def sites_needing_data(plan: Plan) -> tuple[Site, ...]:
     return tuple(
         site
         for site in plan.sites
-        if not site.parameter
-        and site.clone_of is None
-        and site.range is None
-        and site.scale is None
-        and site.scheme.range != "dynamic"
+        if not (site.parameter or site.clone_of or site.has_given_range or site.scheme.range == "dynamic")
         and OBSERVERS[site.scheme.observe.name].needs_values
     )
 

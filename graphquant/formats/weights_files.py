@@ -44,12 +44,12 @@ class HashingWriter:
     def __init__(self, file: IO[bytes], journal: Path | None = None) -> None:
         self._file, self._hash, self._size, self._journal = file, hashlib.sha256(), 0, journal
         text = journal.read_text() if journal is not None and journal.exists() else ""
-        record = [("0", self.digest), *_JOURNAL_LINE.findall(text)][-1]
-        self._finished = int(record[0])  # bytes of the tensors that an interrupted process has written
+        size, digest = [("0", self.digest), *_JOURNAL_LINE.findall(text)][-1]
+        self._finished = int(size)  # bytes of the tensors that an interrupted process has written
         while self._size < self._finished and (data := file.read(min(_CHUNK_BYTES, self._finished - self._size))):
             self._hash.update(data)
             self._size += len(data)
-        if self.digest != record[1]:
+        if self.digest != digest:
             self._hash, self._finished = hashlib.sha256(), 0
         self._size = 0
         if journal is not None:

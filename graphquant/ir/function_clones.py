@@ -296,14 +296,11 @@ class FunctionClones:
 
     def _operands_equal(self, clone_operand: TensorRef | None, original_operand: TensorRef | None) -> bool:
         """Return True if two operands have the same value, or if neither is a float constant."""
-        if (
-            clone_operand is None
-            or original_operand is None
-            or self._model.output(clone_operand).dtype not in FLOAT_TYPES
-        ):
-            return (clone_operand is None) == (original_operand is None)
+        if clone_operand is None or original_operand is None:
+            return clone_operand is original_operand
+        is_float = self._model.output(clone_operand).dtype in FLOAT_TYPES
         are_parameters = [self._parameters.is_parameter(tensor) for tensor in (clone_operand, original_operand)]
-        if not any(are_parameters) or self.variable_name(clone_operand) is not None:
+        if not is_float or not any(are_parameters) or self.variable_name(clone_operand) is not None:
             return True
         if not all(are_parameters):
             return False

@@ -346,15 +346,16 @@ class Graph:
             enclosing = self.graphs[enclosing.parent[0]]
         return True
 
-    def _require_output(self, tensor: TensorRef) -> Output:
+    def has_tensor(self, tensor: TensorRef) -> bool:
+        """Return True if a graph of the model has `tensor`."""
         source_graph = self.graphs.get(tensor.graph)
-        if (
-            source_graph is None
-            or tensor.op not in source_graph
-            or not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs)
-        ):
+        has_op = source_graph is not None and tensor.op in source_graph
+        return has_op and 0 <= tensor.port < len(self.graphs[tensor.graph].op(tensor.op).outputs)
+
+    def _require_output(self, tensor: TensorRef) -> Output:
+        if not self.has_tensor(tensor):
             raise UsageError(f"The model has no tensor {tensor}. `graphquant inspect` lists its tensors.")
-        return source_graph.op(tensor.op).outputs[tensor.port]
+        return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
 
     def _add_data_edge(self, use: Use, tensor: TensorRef) -> None:
         source_graph, target, key = self._checked_edge_key(use, tensor)

@@ -22,6 +22,7 @@ from graphquant.numerics.affine import (
     dequantize,
     iter_slabs,
     map_slabs,
+    numpy_dtype,
     parse_type,
     qparams_from_scale,
     quantize,

@@ -121,6 +121,11 @@ def parse_type(name: str) -> QType:
     return FloatType(name) if name.startswith("float") else IntType.parse(name)
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype called `name`, also of the small types of ml_dtypes. Raises a TypeError if there is none."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 SLAB_ELEMENTS = 1 << 20  # elements of a weight that are processed at a time, which limits the size of temporary arrays
 MIN_PARALLEL_ELEMENTS = 1 << 22  # number of elements from which threads process the slabs of a weight
 SLAB_THREADS = min(4, os.cpu_count() or 1)

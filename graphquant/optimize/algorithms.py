@@ -64,9 +64,8 @@ def apply_weight_clipping(state: PreCalibrationState, _: AlgorithmData | None) -
 
     def is_clipped(site: Site) -> bool:
         dtype = site.scheme.type
-        has_explicit_range = site.range is not None or site.scale is not None or site.clone_of is not None
         has_few_bits = isinstance(dtype, IntType) and dtype.bits <= MAX_CLIPPED_BITS
-        can_change = site.parameter and has_few_bits and not has_explicit_range
+        can_change = site.parameter and has_few_bits and not (site.has_given_range or site.clone_of)
         return can_change and site.scheme.observe.name in UNCLIPPED_OBSERVERS
 
     mse = ObserverConfig(name="mse")

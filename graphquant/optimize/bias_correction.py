@@ -217,14 +217,7 @@ class BiasStore:
         if has_other_shape or (scale < SMALLEST_SCALE).any() or largest > scheme.type.limits()[1]:
             return None
         site = Site(
-            tensor=new_bias,
-            uses=(use,),
-            graph=use.graph,
-            scheme=scheme,
-            axis=axis,
-            rule=rule,
-            why=why,
-            parameter=True,
+            tensor=new_bias, uses=(use,), graph=use.graph, scheme=scheme, axis=axis, rule=rule, why=why, parameter=True
         )
         return site, qparams_from_scale(scale, np.zeros(scale.shape, np.int32), scheme.type, axis=axis)
 

@@ -181,10 +181,8 @@ def _with_channel_scales(model: Model, parameters: Parameters, site: Site) -> Si
     readers = [model.graphs[use.graph].op(use.op) for use in site.uses]
     is_changeable = site.scheme.per == "tensor" and site.scheme.zero == "symmetric" and site.scheme.scale == "any"
     shape = model.output(site.tensor).shape or model.output(parameters.root_tensor(site.tensor)).shape
-    if (
-        not (_is_observed_weight(site) and is_changeable and not site.tie and shape)
-        or {op.kind for op in readers} - CONVOLUTION_KINDS
-    ):
+    is_convolution = {op.kind for op in readers} <= CONVOLUTION_KINDS
+    if not (_is_observed_weight(site) and is_changeable and is_convolution and not site.tie and shape):
         return None
     axes = {(channel_axis(op, shape), merged_channel_shape(op, shape)) for op in readers}
     axis, view = next(iter(axes))

@@ -280,6 +280,5 @@ def _has_own_scale(statistics: ChannelStatistics, tensor: TensorRef, uses: list[
     tied_uses = {use for site in plan.sites for use in (*site.tie, *filter(None, (site.clone_of,)))}
     reading_sites = [site for site in statistics.sites.get(tensor, ()) if input_uses.intersection(site.uses)]
     return bool(reading_sites) and not any(
-        site.tie or site.clone_of or site.range or site.scale or tied_uses.intersection(site.uses)
-        for site in reading_sites
+        site.tie or site.clone_of or site.has_given_range or tied_uses.intersection(site.uses) for site in reading_sites
     )

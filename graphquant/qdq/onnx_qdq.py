@@ -27,6 +27,7 @@ from graphquant.numerics import (
     QParams,
     QType,
     broadcast_to_tensor,
+    numpy_dtype,
     parse_type,
     qparams_from_scale,
     quantize_to_dtype,
@@ -118,7 +119,7 @@ class OnnxFamily(QDQFamily):
         """Add QuantizeLinear and DequantizeLinear. For a weight with a value, integers replace the former."""
         params, source_output = site.static_params, graph.output(site.tensor)
         container = _container_type(params.type, parameter=site.is_parameter, opset=site.opset)
-        integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
+        integer_dtype = numpy_dtype(container)
         shape = () if _is_single_block(params) else params.scale.shape
         # The scale's type is the tensor's. A copy of the scales of all blocks would be a sixteenth of the model.
         scales = params.scale.reshape(shape).astype(np.dtype(source_output.dtype), copy=False)
@@ -235,11 +236,8 @@ class OnnxFamily(QDQFamily):
         if fits and shape is not None:
             counts = [size and -(-size // block) if block > 0 and i == axis else size for i, size in enumerate(shape)]
             counts = counts if block > 0 else counts[axis : axis + 1]
-            fits = (
-                axis >= 0
-                and len(counts) == scale.ndim
-                and all(count in {None, length} for count, length in zip(counts, scale.shape, strict=True))
-            )
+            sizes_match = all(count in {None, length} for count, length in zip(counts, scale.shape, strict=False))
+            fits = axis >= 0 and len(counts) == scale.ndim and sizes_match
         return qparams_from_scale(scale, zeros, dtype, axis=axis, block=block if block > 0 else None) if fits else None
 
     def read_restricted_params(self, graph: Graph, op: Op, parameters: Parameters) -> QParams | None:

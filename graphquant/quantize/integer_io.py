@@ -135,10 +135,7 @@ def set_pixel_ranges(model: Model, plan: Plan, sample: Mapping[str, Array]) -> t
             names.add(name)
             tables = [(tensor, table) for tensor, table in trace.tables.items() if table is not None]
             ranges.update((tensor, (float(table.min()), float(table.max()))) for tensor, table in tables)
-    sites = [
-        replace(site, range=ranges.get(site.tensor)) if site.range is None and site.scale is None else site
-        for site in plan.sites
-    ]
+    sites = (site if site.has_given_range else replace(site, range=ranges.get(site.tensor)) for site in plan.sites)
     return replace(plan, sites=tuple(sites)), frozenset(names)
 
 
@@ -303,11 +300,9 @@ def _read_pair(graph: Graph, parameters: Parameters, names: list[str], dtype: st
         return "its pair does not have one constant scale"
     if pair.type.bits != IntType.parse(dtype).bits:
         return f"its pair has {pair.type.name}"
-    for other in pairs[1:]:
-        if not isinstance(other, QParams) or (other.type, other.axis) != (pair.type, None):
-            return "its readers have different types or scales"
-        if other.scale != pair.scale or other.zero_point != pair.zero_point:
-            return "its readers have different types or scales"
+    parts = [(other.type, other.axis, other.scale, other.zero_point) for other in pairs if isinstance(other, QParams)]
+    if len(parts) < len(pairs) or any(part != parts[0] for part in parts[1:]):
+        return "its readers have different types or scales"
     return pair
 
 

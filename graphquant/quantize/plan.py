@@ -72,6 +72,11 @@ class Site:
             raise ValueError(f"'zero_point' is not in [{qmin}, {qmax}]")
 
     @property
+    def has_given_range(self) -> bool:
+        """True if the plan gives the range or the scale, so that no data or value determines them."""
+        return self.range is not None or self.scale is not None
+
+    @property
     def family(self) -> QDQFamily:
         """The family of the scheme."""
         return FAMILIES[self.scheme.family or ""]
@@ -387,12 +392,7 @@ def check_plan(model: Model, plan: Plan) -> None:
 
 def _find_missing_references(model: Model, site: Site) -> Iterator[str]:
     """Yield the references of the site that the model does not have."""
-    tensor_graph = model.graphs.get(site.tensor.graph)
-    if (
-        tensor_graph is None
-        or site.tensor.op not in tensor_graph
-        or not 0 <= site.tensor.port < len(tensor_graph.op(site.tensor.op).outputs)
-    ):
+    if not model.main.has_tensor(site.tensor):
         yield "the model has no such tensor"
         return
     if site.graph not in model.graphs or not model.graphs[site.graph].can_read(site.tensor.graph):

@@ -14,17 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import (
-    CLAMPING_KINDS,
-    QUANTIZATION_KINDS,
-    TABLE_KINDS,
-    Graph,
-    Model,
-    Op,
-    Parameters,
-    TensorRef,
-    Use,
-)
+from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, TABLE_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.qdq import read_qparams
 from graphquant.qdq.family import new_op
@@ -56,6 +46,7 @@ def requantize(model: Model) -> Iterator[Step]:
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
     pairs = _ops_of_kinds(model, {"dequantize", "qdq"})
+    # Tables first, so that a product that reads a transposed copy finds the table.
     for graph, op in sorted(pairs, key=lambda pair: not _is_table(pair[0], TensorRef(pair[0].name, pair[1].name))):
         float_tensor, known_params = _float_source(model, graph, op), read_qparams(graph, op, parameters)
         params = known_params if isinstance(known_params, QParams) else None
@@ -254,12 +245,8 @@ def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: Tenso
         reshaped_back = TensorRef(use.graph, use.op)
         reader_graph = model.graphs[use.graph]
         sizes = reader_graph.source_of(Use(use.graph, use.op, 1))
-        value = None if sizes is None else model.op(sizes).read_value
-        if (
-            reader_graph.op(use.op).kind != "reshape"
-            or value is None
-            or tuple(value().tolist()) != model.output(original).shape
-        ):
+        value = None if sizes is None or reader_graph.op(use.op).kind != "reshape" else model.op(sizes).read_value
+        if value is None or tuple(value().tolist()) != model.output(original).shape:
             continue
         for reader in reader_graph.consumers(reshaped_back):
             edits.connect(reader, original)

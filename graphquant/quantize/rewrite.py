@@ -206,12 +206,7 @@ def _make_lowering(
         shape = shape if value is None else value.shape
     viewed_shape = site.view or shape
     static_params = params if isinstance(params, QParams) else None
-    if (
-        static_params is not None
-        and static_params.axis is not None
-        and viewed_shape is not None
-        and not _scales_cover(static_params, static_params.axis, viewed_shape)
-    ):
+    if static_params is not None and not _scales_cover(static_params, viewed_shape):
         cells = "channels" if static_params.block is None else f"blocks of {static_params.block}"
         raise UsageError(
             f"The plan gives {site.tensor} {static_params.scale.size} {cells} on axis {static_params.axis}, but its"
@@ -267,11 +262,13 @@ def _reread_weight(parameters: Parameters, tensor: TensorRef) -> Array:
     return value
 
 
-def _scales_cover(params: QParams, axis: int, shape: Shape) -> bool:
-    """Return True if there is a scale for each channel or block of `shape`."""
+def _scales_cover(params: QParams, shape: Shape | None) -> bool:
+    """Return True if there is a scale for each channel or block of `shape`, or if nothing contradicts that."""
+    axis, sizes = params.axis, fully_known_shape(shape)
+    if axis is None or shape is None:
+        return True
     if params.block is None:
         return shape[axis : axis + 1] == params.scale.shape
-    sizes = fully_known_shape(shape)
     return sizes is not None and block_scale_shape(sizes, axis, params.block) == params.scale.shape
 
 

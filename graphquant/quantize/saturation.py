@@ -117,9 +117,8 @@ _INCREASING_KINDS = frozenset(
 
 def is_read_by_maximum(model: Model, uses: Collection[Use]) -> bool:
     """Return True if readers take only the maximum over an axis of a tensor, also behind activations and max pools."""
-    pending, is_read, seen = [*uses], False, 0
-    while pending and seen < MAX_OPS:
-        use, seen = pending.pop(), seen + 1
+    pending, is_read = [*uses], False
+    for use in islice(pending, MAX_OPS):
         graph = model.graphs[use.graph]
         op = graph.op(use.op)
         if op.kind == "reduce_max" or op.type == "GlobalMaxPool":
@@ -128,7 +127,7 @@ def is_read_by_maximum(model: Model, uses: Collection[Use]) -> bool:
             pending += graph.consumers(TensorRef(graph.name, use.op))
         else:
             return False
-    return is_read and not pending
+    return is_read and len(pending) <= MAX_OPS
 
 
 _END_KINDS = RESHAPING_KINDS | TRANSPARENT_KINDS | QUANTIZATION_KINDS | {"flatten"}

@@ -137,7 +137,7 @@ def _skip_weights_in_bodies(state: SolverState, unreached: set[str]) -> None:
 
 def _has_explicit_range(site: Site) -> bool:
     """Return True if the plan or the rule gives range or scale, so that no value is needed for it."""
-    return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
+    return site.has_given_range or not OBSERVERS[site.scheme.observe.name].needs_values
 
 
 def _search_blocks(state: SolverState, index: int) -> QParams:
@@ -413,8 +413,7 @@ def note_clipped_weights(state: SolverState) -> None:
     """
     for index, params in state.params.items():
         site = state.sites[index]
-        plan_gives_range = site.scale is not None or site.range is not None
-        is_solved_bias = site.scheme.observe.name == "bias" and not plan_gives_range
+        is_solved_bias = site.scheme.observe.name == "bias" and not site.has_given_range
         if not site.parameter or not _has_explicit_range(site) or is_solved_bias:
             continue
         value = _read_weight(state, site)
@@ -422,11 +421,11 @@ def note_clipped_weights(state: SolverState) -> None:
             continue
         outside = _count_clipped_values(value, params)
         if outside:
-            range_source = f"rule {site.rule!r} fixes" if site.rule and not plan_gives_range else "the plan gives"
+            range_source = f"rule {site.rule!r} fixes" if site.rule and not site.has_given_range else "the plan gives"
             limits = format_range(params.range)
             values_text = f"{outside} of {value.size} values {'lies' if outside == 1 else 'lie'} outside {limits}"
             channels = (
-                " (over all channels; each has its own range)" if params.scale.size > 1 and plan_gives_range else ""
+                " (over all channels; each has its own range)" if params.scale.size > 1 and site.has_given_range else ""
             )
             clipped = f"{'is' if outside == 1 else 'are'} clipped"
             state.record_change(index, f"{values_text}, the range that {range_source}{channels}, and {clipped}")

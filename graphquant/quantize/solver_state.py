@@ -240,8 +240,7 @@ class SolverState:
 
 def takes_original_scale(site: Site) -> bool:
     """Return True if the site takes its original's scale: it has no scale, range or dynamic range itself."""
-    has_own_scale = site.scale is not None or site.range is not None or site.scheme.range == "dynamic"
-    return site.clone_of is not None and not has_own_scale
+    return site.clone_of is not None and not site.has_given_range and site.scheme.range != "dynamic"
 
 
 def starts_at_zero(site: Site) -> bool:

@@ -345,9 +345,7 @@ def transfer_ranges(
         if name is not None and updated is not None:
             used_names.add(name)
             transferred.append(TransferredRange(tensor=site.tensor, name=name, exact=updated.scale is not None))
-        elif (
-            not site.parameter and not site.tie and site.clone_of is None and site.range is None and site.scale is None
-        ):
+        elif not (site.parameter or site.tie or site.clone_of or site.has_given_range):
             missing.append(site.tensor)
     if not transferred:
         planned_names = list(dict.fromkeys(str(site.tensor) for site in plan.sites if not site.parameter))
@@ -408,7 +406,7 @@ def _with_file_scale(site: Site, output: Output) -> Site | None:
     """Return the site with the file's scale, or with the range that it represents; None if there is none."""
     quantization, dtype = stored_quantization(output), output.dtype or ""
     scale, zero_points = quantization.scale.astype(float).tolist(), quantization.zero_point.tolist()
-    if site.range is not None or site.scale is not None or quantization.details or len(zero_points) != len(scale):
+    if site.has_given_range or quantization.details or len(zero_points) != len(scale):
         return None
     if not scale:  # the file may have a range without a scale
         low, high = quantization.low.astype(float).tolist(), quantization.high.astype(float).tolist()

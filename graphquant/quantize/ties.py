@@ -72,10 +72,8 @@ def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
     scale, zero_point = float(params.scale), float(params.zero_point)
     if limits == (0.0, np.inf):
         return zero_point == qmin
-    return (
-        limits[0] - (qmin - zero_point) * scale <= CLIP_TOLERANCE
-        and (qmax - zero_point) * scale - limits[1] <= CLIP_TOLERANCE
-    )
+    low, high = (qmin - zero_point) * scale, (qmax - zero_point) * scale
+    return limits[0] - low <= CLIP_TOLERANCE and high - limits[1] <= CLIP_TOLERANCE
 
 
 def insert_pairs_before_clips(state: SolverState) -> None:
@@ -147,11 +145,9 @@ def skip_uneven_concats(state: SolverState) -> None:
         spans = {use: np.max(np.maximum(own.high, 0.0) - np.minimum(own.low, 0.0)) for use, own in ranges.items()}
         step = float(site.scheme.grid.qparams(state.ranges[index]).scale)
         narrow_use = min(spans, key=spans.__getitem__, default=None)
-        if (
-            narrow_use is None
-            or not 0 < spans[narrow_use] < MIN_SHARED_STEPS * step
-            or _feeds_product(state, site.tensor)
-        ):
+        if narrow_use is None or not 0 < spans[narrow_use] < MIN_SHARED_STEPS * step:
+            continue
+        if _feeds_product(state, site.tensor):
             continue
         steps = spans[narrow_use] / step
         reason = f"{graph.source_of(narrow_use)} would span {steps:.1f} integers behind {site.tensor.op}"
@@ -270,7 +266,7 @@ def skip_unfed_ties(state: SolverState) -> None:
     fed_by_themselves = []
     for index in state.params:
         site = state.sites[index]
-        if not site.tie or site.scale is not None or site.range is not None:
+        if not site.tie or site.has_given_range:
             fed_by_themselves.append(index)
         for use in site.tie:
             if use in state.index_by_use:
@@ -365,14 +361,8 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
     for index in ranged[1:]:
         shared = shared.union(state.ranges[index])
     # A rule or the plan, not data, gives a fixed range.
-    fixed = next(
-        (
-            index
-            for index in ranged
-            if state.sites[index].range is not None or state.sites[index].scheme.observe.name == "fixed"
-        ),
-        None,
-    )
+    sites = ((index, state.sites[index]) for index in ranged)
+    fixed = next((i for i, site in sites if site.range is not None or site.scheme.observe.name == "fixed"), None)
     if fixed is None or state.ranges[fixed] == shared:
         return shared
     fixed_range = state.ranges[fixed]

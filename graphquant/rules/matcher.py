@@ -53,13 +53,10 @@ def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[st
         for source in neighbors.model.graphs[current[0]].slots(current[1]):
             if len(distances) >= MAX_ANCESTORS:
                 return distances
-            if (
-                source is not None
-                and (source.graph, source.op) not in distances
-                and not neighbors.parameters.is_parameter(source)
-            ):
-                distances[source.graph, source.op] = distances[current] + 1
-                queue.append((source.graph, source.op))
+            if source is None or source[:2] in distances or neighbors.parameters.is_parameter(source):
+                continue
+            distances[source.graph, source.op] = distances[current] + 1
+            queue.append((source.graph, source.op))
     return distances
 
 

@@ -169,11 +169,8 @@ def result_figures(result: Result) -> list[tuple[str, str]]:
     """Return labels and values of the main figures of a result: error, size, time, share in int8."""
     from graphquant.optimize.size_budget import model_constant_bytes
 
-    figures = (
-        []
-        if result.validation is None or result.validation.comparison is None
-        else comparison_figures(result.validation.comparison)
-    )
+    comparison = None if result.validation is None else result.validation.comparison
+    figures = [] if comparison is None else comparison_figures(comparison)
     if not any(op.kind == "variable" for _, op in result.source.reachable_ops()):  # variables keep their size
         before, after = (model_constant_bytes(model) for model in (result.source, result.model))
         figures.append(("constants", f"{after:,} of {before:,} bytes"))

@@ -157,11 +157,8 @@ def _read_file_arrays(
             members = {}
             for info in archive.infolist():
                 unchanged = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
-                opener = (
-                    partial(_open_uncompressed_entry, file, info)
-                    if unchanged and not verify_checksums
-                    else partial(archive.open, info)
-                )
+                is_direct = unchanged and not verify_checksums
+                opener = partial(_open_uncompressed_entry, file, info) if is_direct else partial(archive.open, info)
                 if info.filename.endswith(".npy"):
                     if info.compress_type != zipfile.ZIP_STORED:
                         compressed.add(info.filename.removesuffix(".npy"))

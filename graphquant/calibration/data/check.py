@@ -22,13 +22,7 @@ import numpy as np
 from graphquant import formats
 from graphquant.calibration.data.dataset import LABEL_KEYS, MIN_SPLIT_SAMPLES
 from graphquant.calibration.data.fit import dtype_kind, non_finite_mask, numpy_dtype
-from graphquant.calibration.data.model_inputs import (
-    InputLayer,
-    InputUse,
-    channel_moments,
-    find_input_uses,
-    is_negated,
-)
+from graphquant.calibration.data.model_inputs import InputLayer, InputUse, channel_moments, find_input_uses, is_negated
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.utils import HtmlRepresentation
 from graphquant.utils.text import format_shape
@@ -89,11 +83,7 @@ NOISE_CORRELATION = 0.3, 1.5
 The expectation is exactly 1 then. Speech has 6 to 34, features 35 to 126, images 17 and more."""
 
 NOISE_DEVIATIONS = 5  # number of standard deviations by which that of random values may exceed 1
-POINT_AXES, MAX_COORDINATES = (
-    2,
-    6,
-)  # points, whose order is random, have up to three coordinates and a normal or a color
-
+POINT_AXES, MAX_COORDINATES = 2, 6  # points, in random order, have up to three coordinates and a normal or a color
 MIN_UNORDERED_SAMPLES = 16  # number of samples, except images, from which their correlations are compared
 MIN_LEVELS = 8  # number of different values in a sample below which correlations say little, as in one-hot vectors
 
@@ -145,7 +135,9 @@ class DataReport(HtmlRepresentation):
 class _InputStats:
     """Running statistics of the values of an input."""
 
-    shape: Shape | None = None
+    spec: InputSpec
+    use: InputUse
+    shape: Shape | None = None  # that of the data
     low: float = np.inf
     high: float = -np.inf
     total: float = 0.0
@@ -211,6 +203,16 @@ class _InputStats:
                 self.consecutive = self.consecutive is not False and is_consecutive
 
     @property
+    def received(self) -> str:
+        """Limits of the values, as the start of a message after the name of the input."""
+        return f"receives {self.low:g} to {self.high:g}"
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the input has the axes of images."""
+        return self.spec.shape is not None and len(self.spec.shape) == IMAGE_AXES
+
+    @property
     def is_long(self) -> bool:
         """True if a sample has more values than a run."""
         return self.value_count > RUN_VALUES * self.feeds
@@ -274,36 +276,37 @@ class _InputStats:
             if self.high <= 0 and self.levels.size <= MAX_PIXEL + 1:
                 self.levels = np.union1d(self.levels, numbers)
 
-    def compare_layouts(self, model_input: InputSpec, values: Array) -> None:
+    def compare_layouts(self, values: Array) -> None:
         """Add the differences of values one row apart, for the declared layout and for the other one.
 
         The pixel below is usually similar to the pixel above. In NCHW it lies one width further, in NHWC one width
         times the number of channels.
         """
-        layout = _image_layout(model_input, values.shape)
+        layout = _image_layout(self.spec, values.shape)
         if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
             return
         width = values.shape[3] if layout == "NCHW" else values.shape[2]
         dtype = np.float32 if max(self.high, -self.low) < LARGEST_FLOAT32_PIXEL else np.float64
         images = values.reshape(len(values), -1).astype(dtype, copy=False)
         buffer = np.empty_like(images[0])  # new memory for each result takes longer than the arithmetic
-        for image in images:
-            with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
-                planar, interleaved = (
-                    float(np.abs(difference, out=difference).mean())
-                    for n in (width, width * COLOUR_CHANNELS)
-                    for difference in (np.subtract(image[n:], image[:-n], out=buffer[n:]),)
-                )
-            self.layout_difference += planar if layout == "NCHW" else interleaved
-            self.swapped_difference += interleaved if layout == "NCHW" else planar
 
-    def summarize(self, model_input: InputSpec) -> InputSummary:
+        def mean_difference(image: Array, distance: int) -> float:
+            difference = np.subtract(image[distance:], image[:-distance], out=buffer[distance:])
+            return float(np.abs(difference, out=difference).mean())
+
+        distances = (width, width * COLOUR_CHANNELS) if layout == "NCHW" else (width * COLOUR_CHANNELS, width)
+        with np.errstate(invalid="ignore"):  # infinite values are reported by themselves
+            for image in images:
+                self.layout_difference += mean_difference(image, distances[0])
+                self.swapped_difference += mean_difference(image, distances[1])
+
+    def summarize(self) -> InputSummary:
         """Return the summary of the input."""
         has_values = self.finite_count > 0
         return InputSummary(
-            name=model_input.name,
-            dtype=model_input.dtype,
-            shape=model_input.shape,
+            name=self.spec.name,
+            dtype=self.spec.dtype,
+            shape=self.spec.shape,
             data_shape=self.shape,
             low=self.low if has_values else None,
             high=self.high if has_values else None,
@@ -324,13 +327,13 @@ def _relative_noise(samples: Array) -> float | None:
 def check_dataset(dataset: Dataset, inputs: Sequence[InputSpec], model: Model | None = None) -> DataReport:
     """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN."""
     uses = {} if model is None else find_input_uses(model, inputs)
-    stats_of_inputs, _ = _read_samples(dataset, inputs, uses, dataset.count, 0)
+    all_stats, _ = _read_samples(dataset, inputs, uses, dataset.count, 0)
     return DataReport(
         samples=dataset.count,
         digest=dataset.final_digest(),
-        inputs=tuple(stats.summarize(model_input) for model_input, stats in stats_of_inputs),
+        inputs=tuple(stats.summarize() for stats in all_stats),
         ignored=dataset.ignored,
-        findings=_find_mistakes(dataset, stats_of_inputs, uses, None),
+        findings=_find_mistakes(dataset, all_stats, None),
     )
 
 
@@ -357,12 +360,11 @@ class SampleCheck:
         self._uses = find_input_uses(runner.model, runner.inputs)
         if not dataset.random:  # every report says that data is random
             count = min(dataset.count, CHECKED_SAMPLES)
-            self._stats_of_inputs, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, RUN_SAMPLES)
-            for model_input, stats in self._stats_of_inputs:
-                use = self._uses.get(model_input.name, InputUse())
-                for kind, message in (stats.findings | _index_findings(stats, use)).items():
+            self._all_stats, self._feeds = _read_samples(dataset, runner.inputs, self._uses, count, RUN_SAMPLES)
+            for stats in self._all_stats:
+                for kind, message in (stats.findings | _index_findings(stats)).items():
                     if kind in ERROR_KINDS:
-                        raise DataError(f"{model_input.name} {message}")
+                        raise DataError(f"{stats.spec.name} {message}")
 
     def finish(self, runs: Sequence[ModelRun] = (), output_runner: Runner | None = None) -> tuple[DataFinding, ...]:
         """Return all warnings, with those about `runs` of the model; by default, it runs on a few samples.
@@ -372,14 +374,14 @@ class SampleCheck:
         if self._dataset.random:
             return ()
         response = None
-        if len(self._stats_of_inputs) == len(self._runner.inputs):
+        if len(self._all_stats) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
                 if not runs:
                     feeds, runner = self._feeds, self._runner
                     outputs = formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds)
                     runs = list(zip(feeds, outputs, strict=True))
                 response = _ModelResponse(self._runner, self._uses, runs)
-        findings = _find_mistakes(self._dataset, self._stats_of_inputs, self._uses, response)
+        findings = _find_mistakes(self._dataset, self._all_stats, response)
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
         return tuple(finding for finding in findings if is_small or finding.kind != "few-samples")
@@ -387,13 +389,13 @@ class SampleCheck:
 
 def _read_samples(
     dataset: Dataset, inputs: Sequence[InputSpec], uses: Mapping[str, InputUse], sample_count: int, max_feeds: int
-) -> tuple[list[tuple[InputSpec, _InputStats]], list[Feeds]]:
+) -> tuple[list[_InputStats], list[Feeds]]:
     """Read the first samples; return the statistics of each input that is no sequence, and a few samples."""
     reader = iter(dataset.feeds_between(0, sample_count))
     first = list(islice(reader, 1))
     # A sequence of tensors is not checked, and a model that reads one is not run.
     sequences = {name for feed in first for name, value in feed.items() if isinstance(value, list)}
-    stats_of_inputs = [(model_input, _InputStats()) for model_input in inputs if model_input.name not in sequences]
+    all_stats = [_InputStats(spec, uses.get(spec.name, InputUse())) for spec in inputs if spec.name not in sequences]
     # Samples in order of time may begin with silence, so the model runs on samples from the whole range.
     step = max(sample_count // RUN_SAMPLES, 1)
     feeds: list[Feeds] = []
@@ -401,51 +403,48 @@ def _read_samples(
     for index, feed in enumerate(chain(first, reader)):
         if index % step == 0 and len(feeds) < max_feeds:
             feeds.append(feed)
-        for model_input, stats in stats_of_inputs:
-            if dataset.repeats_samples and feed[model_input.name] is previous.get(model_input.name):
+        for stats in all_stats:
+            values = feed[stats.spec.name]
+            if dataset.repeats_samples and values is previous.get(stats.spec.name):
                 continue
-            stats.add(feed[model_input.name])
+            stats.add(values)
             if index < CHECKED_SAMPLES:
-                stats.compare_layouts(model_input, feed[model_input.name])
-                stats.compare_samples(feed[model_input.name])
+                stats.compare_layouts(values)
+                stats.compare_samples(values)
         previous = feed
-    for model_input, stats in stats_of_inputs:
-        stats.findings = _value_findings(stats, uses.get(model_input.name, InputUse()), dataset)
+    for stats in all_stats:
+        stats.findings = _value_findings(stats, dataset)
         stats.normalized.clear()
         stats.previous = np.empty(0)
-    return stats_of_inputs, feeds
+    return all_stats, feeds
 
 
 def _find_mistakes(
-    dataset: Dataset,
-    stats_of_inputs: Sequence[tuple[InputSpec, _InputStats]],
-    uses: Mapping[str, InputUse],
-    response: _ModelResponse | None,
+    dataset: Dataset, all_stats: Sequence[_InputStats], response: _ModelResponse | None
 ) -> tuple[DataFinding, ...]:
     """Return the likely mistakes, from the statistics of each input and the response of a model."""
     findings = [DataFinding(kind, None, message) for kind, message in _dataset_findings(dataset).items()]
-    varying = sum(stats.low < stats.high for _, stats in stats_of_inputs)
-    for model_input, stats in stats_of_inputs:
-        use = uses.get(model_input.name, InputUse())
+    varying = sum(stats.low < stats.high for stats in all_stats)
+    for stats in all_stats:
         input_findings = {
             **stats.findings,
-            **_scale_findings(model_input, stats, use, response),
-            **_sign_findings(model_input, stats, use, response),
-            **_layout_findings(model_input, stats, dataset),
-            **_stacked_findings(model_input, dataset, response),
-            **_index_findings(stats, use),
+            **_scale_findings(stats, response),
+            **_sign_findings(stats, response),
+            **_layout_findings(stats),
+            **_stacked_findings(stats.spec, dataset, response),
+            **_index_findings(stats),
         }
-        selects_rows = (use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
-        is_empty_state = use.starts_states and stats.low == stats.high == 0  # as a recurrent op without one has it
-        is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
+        selects_rows = (stats.use.table_rows or 0) >= MIN_TABLE_ROWS and not stats.consecutive
+        # A recurrent op without an initial state starts with zeros.
+        is_empty_state = stats.use.starts_states and stats.low == stats.high == 0
+        is_float = dtype_kind(numpy_dtype(stats.spec.dtype)) == "float"
         is_content = (is_float and not is_empty_state) or selects_rows
         for kind, message in input_findings.items():
             # Masks, positions and lengths may be the same in all samples.
             if is_content or not varying or kind not in CONTENT_KINDS:
                 level: Literal["warning", "error"] = "error" if kind in ERROR_KINDS else "warning"
-                findings.append(DataFinding(kind, model_input.name, f"{model_input.name} {message}", level))
-    content = [stats for entry, stats in stats_of_inputs if not uses.get(entry.name, InputUse()).is_state]
-    large = [stats for stats in content if stats.low < stats.high and stats.is_long]
+                findings.append(DataFinding(kind, stats.spec.name, f"{stats.spec.name} {message}", level))
+    large = [stats for stats in all_stats if not stats.use.is_state and stats.low < stats.high and stats.is_long]
     if large and all(stats.are_cuts for stats in large):
         items = max(stats.feeds - stats.overlaps for stats in large)
         message = (
@@ -513,12 +512,12 @@ def _shares_run(values: Array, previous: Array) -> bool:
     return False
 
 
-def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict[str, str]:
+def _value_findings(stats: _InputStats, dataset: Dataset) -> dict[str, str]:
     """Return the messages, after the name of the input, about likely mistakes in its values, by kind."""
     findings = {}
     if stats.nan and not stats.finite_count:
         findings["all-nan"] = "receives no number, only NaN and infinite values. Fix the data."
-    elif (stats.nan and not use.may_be_nan) or stats.inf:
+    elif (stats.nan and not stats.use.may_be_nan) or stats.inf:
         findings["not-finite"] = (
             f"receives {stats.nan} NaN and {stats.inf} infinite values, which calibration rejects. Fix the data, or"
             " remove these samples."
@@ -561,47 +560,41 @@ def _value_findings(stats: _InputStats, use: InputUse, dataset: Dataset) -> dict
     return findings
 
 
-def _scale_findings(
-    model_input: InputSpec, stats: _InputStats, use: InputUse, response: _ModelResponse | None
-) -> dict[str, str]:
+def _scale_findings(stats: _InputStats, response: _ModelResponse | None) -> dict[str, str]:
     """Return messages about values on another scale than the model was trained on."""
-    if dtype_kind(numpy_dtype(model_input.dtype)) != "float" or not stats.low < stats.high:
+    name, use = stats.spec.name, stats.use
+    if dtype_kind(numpy_dtype(stats.spec.dtype)) != "float" or not stats.low < stats.high:
         return {}
-    received = f"receives {stats.low:g} to {stats.high:g}"
     if max(-stats.low, stats.high) > MAX_VALUE:
-        return {"scale": f"{received}, whose squares are infinite in float32. Scale the values as in training."}
-    if response is not None and (message := response.scale_message(model_input.name, use.layer)):
-        return {"scale": f"{received}{message}"}
-    ratio = None if response is None else response.ratios.get(model_input.name)
+        return {"scale": f"{stats.received}, whose squares are infinite in float32. Scale the values as in training."}
+    if response is not None and (message := response.scale_message(name, use.layer)):
+        return {"scale": f"{stats.received}{message}"}
+    ratio = None if response is None else response.ratios.get(name)
     is_plausible = use.rescaled or use.table_rows is not None  # a row number is no pixel
     if ratio is not None and use.layer is not None and use.layer.is_first:
         is_plausible = use.layer.has_variance or ratio <= MAX_BIAS_RATIO
     kind, divisor = stats.unscaled_kind
-    has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
-    if is_plausible or not kind or not (stats.integral or has_image_axes or stats.high == MAX_PIXEL):
+    if is_plausible or not kind or not (stats.integral or stats.takes_images or stats.high == MAX_PIXEL):
         return {}
-    if response is not None and response.needs_large_values(model_input.name):
+    if response is not None and response.needs_large_values(name):
         return {}
     return {
-        "unscaled": f"of {model_input.dtype} {received}, which look like unscaled {kind}. If training scaled them,"
+        "unscaled": f"of {stats.spec.dtype} {stats.received}, which look like unscaled {kind}. If training scaled them,"
         f" do the same: array / {divisor}, or --data FOLDER,scale=1/{divisor} for a folder of files."
     }
 
 
-def _sign_findings(
-    model_input: InputSpec, stats: _InputStats, use: InputUse, response: _ModelResponse | None
-) -> dict[str, str]:
+def _sign_findings(stats: _InputStats, response: _ModelResponse | None) -> dict[str, str]:
     """Return messages about values with the opposite sign of those that the model was trained on."""
-    received = f"receives {stats.low:g} to {stats.high:g}"
-    if response is not None and model_input.name in response.negated:
+    if response is not None and stats.spec.name in response.negated:
         return {
-            "negated": f"{received}. The response of the model has the opposite sign of the means that it has stored in"
-            " training. Negate the values."
+            "negated": f"{stats.received}. The response of the model has the opposite sign of the means that it has"
+            " stored in training. Negate the values."
         }
-    stores_means = use.layer is not None and use.layer.mean is not None
-    has_image_axes = model_input.shape is not None and len(model_input.shape) == IMAGE_AXES
-    if stats.negated_pixels and has_image_axes and not use.rescaled and not (response is not None and stores_means):
-        return {"negated": f"{received}, which look like pixels with the wrong sign. Negate the values."}
+    stores_means = stats.use.layer is not None and stats.use.layer.mean is not None
+    is_judged_by_layer = stats.use.rescaled or (response is not None and stores_means)
+    if stats.negated_pixels and stats.takes_images and not is_judged_by_layer:
+        return {"negated": f"{stats.received}, which look like pixels with the wrong sign. Negate the values."}
     return {}
 
 
@@ -609,13 +602,14 @@ ERROR_KINDS = frozenset({"all-nan", "index"})  # kinds of findings that no model
 CONTENT_KINDS = frozenset({"constant", "same-samples", "similar-samples", "blank"})  # usual in other inputs
 
 
-def _index_findings(stats: _InputStats, use: InputUse) -> dict[str, str]:
+def _index_findings(stats: _InputStats) -> dict[str, str]:
     """Return messages about indices that a table does not have."""
+    use = stats.use
     if use.table_rows is None or not use.selects_all or not stats.finite_count:
         return {}
     if stats.high >= use.table_rows or stats.low < -use.table_rows:
         return {
-            "index": f"receives {stats.low:g} to {stats.high:g}, but it selects rows of a table that has"
+            "index": f"{stats.received}, but it selects rows of a table that has"
             f" {use.table_rows}. Use the tokenizer or vocabulary of the model."
         }
     if use.table_rows >= MIN_TABLE_ROWS and 0 <= stats.low < stats.high <= 1:
@@ -700,16 +694,18 @@ class _ModelResponse:
     def findings(self) -> dict[str, str]:
         """Return the messages about outputs that do not depend on the samples, by kind."""
         findings: dict[str, str] = {}
-        # The outputs of equal samples are equal.
-        outputs_equal = any(
+        samples_differ = any(
             not np.array_equal(values, feed[name])
             for feed in self._feeds[1:]
             for name, values in self._feeds[0].items()
         )
+        has_equal_outputs = samples_differ  # the outputs of equal samples are equal
         for name in self._outputs[0] if self._outputs else ():
             values = [result[name] for result in self._outputs]
             is_float = dtype_kind(values[0].dtype) == "float"
-            outputs_equal = outputs_equal and all(np.array_equal(values[0], v, equal_nan=is_float) for v in values[1:])
+            has_equal_outputs = has_equal_outputs and all(
+                np.array_equal(values[0], value, equal_nan=is_float) for value in values[1:]
+            )
             if not is_float or not values[0].size:
                 continue
             bad_count = sum(bool(non_finite_mask(value).any()) for value in values)
@@ -723,7 +719,7 @@ class _ModelResponse:
                     f"The probabilities in output {name!r} of the float model are exactly 0 or 1 for all samples."
                     " Scale the samples as in training."
                 )
-        if outputs_equal and any(value.size for value in self._outputs[0].values()):
+        if has_equal_outputs and any(value.size for value in self._outputs[0].values()):
             findings["same-outputs"] = (
                 "The float model has the same outputs for all samples, although they differ. Check the scale and the"
                 " layout of the samples."
@@ -740,7 +736,7 @@ def _is_saturated(values: Array) -> bool:
     return is_normalized and bool((np.minimum(probabilities, 1 - probabilities) < LIMIT_DISTANCE).all())
 
 
-def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Dataset) -> dict[str, str]:
+def _layout_findings(stats: _InputStats) -> dict[str, str]:
     """Return messages about channels on the wrong axis."""
     findings = {}
     if stats.layout_difference and stats.swapped_difference < SWAPPED_LAYOUT_RATIO * stats.layout_difference:
@@ -750,11 +746,11 @@ def _layout_findings(model_input: InputSpec, stats: _InputStats, _dataset: Datas
             f"has the shape of {declared}, but its values look like reshaped {apparent}. Transpose it instead:"
             f" array.transpose({axes})."
         )
-    shape = stats.shape
-    if model_input.shape is None or shape is None or not len(model_input.shape) == len(shape) == IMAGE_AXES:
+    shape, input_shape = stats.shape, stats.spec.shape
+    if input_shape is None or shape is None or not len(input_shape) == len(shape) == IMAGE_AXES:
         return findings
     channels_first, channels_last = (shape[axis] in {1, COLOUR_CHANNELS} for axis in (1, 3))
-    if model_input.shape[1] is None and model_input.shape[3] is None and channels_first != channels_last:
+    if input_shape[1] is None and input_shape[3] is None and channels_first != channels_last:
         findings["layout-open"] = (
             f"has only open axes, and the data has its channels {'last' if channels_last else 'first'}. Check that the"
             " model expects them there."

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from google.protobuf.message import DecodeError
-from onnx import NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
+from onnx import NodeProto, checker, defs, helper, inliner, version_converter
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies, topological_order
@@ -63,15 +62,7 @@ SYNTHETIC_WEIGHT_PERIOD = 1_000_003  # number of values after which they repeat;
 SYNTHETIC_WEIGHT_STD = 0.02
 """Standard deviation of synthetic weights, with which products of a few thousand values keep their size."""
 
-CONVERTER_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    DecodeError,
-    checker.ValidationError,
-    shape_inference.InferenceError,
-    version_converter.ConvertError,
-)
+CONVERTER_ERRORS: tuple[type[Exception], ...] = (*INFERENCE_ERRORS, version_converter.ConvertError)
 """Exceptions of onnx's converter and checker, which have no common base class."""
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4
@@ -108,10 +99,10 @@ def upgrade_opset(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise fail(f"the result is not valid: {first_line(error)}") from error
-    _show_runtime_ops(light, converted)
-    weights = {weight.name for weight in hoisted}
+    _show_runtime_ops(light)
+    _show_runtime_ops(converted)
     is_large = sum(map(tensor_bytes, external_tensors(source))) > MAX_CHECKED_WEIGHT_BYTES
-    is_checked = is_large and _is_equal_without_weights(light, converted, opset, weights)
+    is_checked = is_large and _passes_check_without_weights(light, converted, opset, {entry.name for entry in hoisted})
     try:
         _restore_weights(source, converted, hoisted)
     except KeyError as error:
@@ -166,12 +157,11 @@ def _hide_runtime_ops(message: Any) -> None:
         message.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
 
 
-def _show_runtime_ops(*messages: Any) -> None:
+def _show_runtime_ops(message: Any) -> None:
     """Restore the domain of ops that were hidden."""
-    for message in messages:
-        for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
-            node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
-        retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
+    for node in (node for graph in nested_graphs(message.graph) for node in graph.node):
+        node.domain = "" if node.domain == HIDDEN_DOMAIN else node.domain
+    retain_entries(message.opset_import, lambda entry: entry.domain != HIDDEN_DOMAIN)
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:
@@ -180,9 +170,8 @@ def _raise_function_opset(function: Any, opset: int) -> str:
     for entry in function.opset_import:
         if entry.domain not in DEFAULT_DOMAINS or entry.version >= opset:
             continue
-        for op_type in (str(node.op_type) for node in nodes):
-            if _has_changed(op_type, entry.version, opset):
-                return op_type
+        if changed := next((node for node in nodes if _has_changed(node.op_type, entry.version, opset)), None):
+            return str(changed.op_type)
         entry.version = opset
     return ""
 
@@ -300,16 +289,18 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
             getattr(graph, field).extend(getattr(source.graph, field))
 
 
-def _is_equal_without_weights(source: Any, converted: Any, opset: int, weights: Container[str]) -> bool:
+def _passes_check_without_weights(source: Any, converted: Any, opset: int, weights: Container[str]) -> bool:
     """Check ModelProtos with weights as inputs; return False on any error, because an op may accept only constants."""
-    models = [model_from_message(deepcopy(message)) for message in (source, converted)]
-    nodes = [[node for graph in nested_graphs(message.graph) for node in graph.node] for message in (source, converted)]
-    op_types = {node.op_type for node in nodes[0] if node.domain in DEFAULT_DOMAINS and defs.has(node.op_type, opset)}
+    source_model, upgraded_model = (model_from_message(deepcopy(message)) for message in (source, converted))
+    old_nodes, new_nodes = (
+        [node for graph in nested_graphs(message.graph) for node in graph.node] for message in (source, converted)
+    )
+    op_types = {node.op_type for node in old_nodes if node.domain in DEFAULT_DOMAINS and defs.has(node.op_type, opset)}
     try:
-        if nodes[0] == nodes[1] and not any(_has_changed(op_type, models[0].opset, opset) for op_type in op_types):
-            OnnxRunner(models[1]).start()
+        if old_nodes == new_nodes and not any(_has_changed(name, source_model.opset, opset) for name in op_types):
+            OnnxRunner(upgraded_model).start()  # the same ops with the same meaning have the same outputs
         else:
-            _check_upgrade(models[0], models[1], opset, weights)
+            _check_upgrade(source_model, upgraded_model, opset, weights)
     except ModelError:
         return False
     return True
@@ -318,7 +309,7 @@ def _is_equal_without_weights(source: Any, converted: Any, opset: int, weights: 
 def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int, weights: Container[str] = ()) -> None:
     """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs.
 
-    The inputs `weights` are weights of the model.
+    The inputs that `weights` names get synthetic weights. Raises a ModelError if the models differ.
     """
     fail = partial(_upgrade_error, source_model, opset)
     old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
@@ -366,18 +357,18 @@ def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
 
 
 def _synthetic_weights(specs: Iterable[InputSpec], rng: np.random.Generator) -> dict[str, Array | None]:
-    """Return values for weights, None if suitable ones are unknown; all of one type share the memory of the largest."""
-    memory: dict[str, Array | None] = {}
+    """Return values by name, None if suitable ones are unknown; all of one type share the memory of the largest."""
+    largest_by_type: dict[str, Array | None] = {}
     values: dict[str, Array | None] = {}
     shapes = {spec: fully_known_shape(spec.shape) or () for spec in specs}
     for spec in sorted(shapes, key=lambda spec: math.prod(shapes[spec]), reverse=True):
         size = math.prod(shapes[spec])
-        if spec.dtype not in memory:
+        if spec.dtype not in largest_by_type:
             period = _synthetic_input(replace(spec, shape=(SYNTHETIC_WEIGHT_PERIOD,)), rng)
             if period is not None and period.dtype.kind == "f":
                 period *= period.dtype.type(SYNTHETIC_WEIGHT_STD)
-            memory[spec.dtype] = None if period is None else np.resize(period, size)
-        largest = memory[spec.dtype]
+            largest_by_type[spec.dtype] = None if period is None else np.resize(period, size)
+        largest = largest_by_type[spec.dtype]
         values[spec.name] = None if largest is None else largest[:size].reshape(shapes[spec])
     return values
 

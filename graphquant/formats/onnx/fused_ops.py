@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from graphquant.errors import InternalError
 from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS, MICROSOFT_DOMAIN_OPS
 from graphquant.formats.onnx.tensors import DTYPE_CODES
 from graphquant.ir import NO_ATTRS, Model, Op, TensorRef, fully_known_shape
-from graphquant.numerics import row_slices
+from graphquant.numerics import numpy_dtype, row_slices
 from graphquant.qdq import (
     DYNAMIC_ATTENTION,
     DYNAMIC_FORM,
@@ -751,11 +750,6 @@ def _integers(constant: Op | None) -> list[int] | None:
     """Return the values of a constant list of integers; None for anything else."""
     value = None if constant is None else constant_value(constant)
     return value.tolist() if value is not None and value.ndim == 1 and value.dtype.kind == "i" else None
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name, also of types of 4 bits."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _unpacked_name(constant: Op) -> str:

@@ -36,7 +36,6 @@ from graphquant.formats.onnx.fused_ops import (
     add_constant,
     add_transpose,
     constant_value,
-    numpy_dtype,
     remove_if_unread,
 )
 from graphquant.formats.onnx.tensors import DTYPE_CODES
@@ -51,7 +50,7 @@ from graphquant.ir import (
     Use,
     fully_known_shape,
 )
-from graphquant.numerics import IntType, QParams
+from graphquant.numerics import IntType, QParams, numpy_dtype
 from graphquant.qdq import (
     DYNAMIC_ATTENTION,
     DYNAMIC_FORM,

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import DataType, Op, Shape
-from graphquant.numerics import Array
+from graphquant.numerics import Array, numpy_dtype
 from graphquant.utils.text import decode_bytes
 
 MAX_VALUE_BYTES: Final = 1 << 26
@@ -141,7 +140,7 @@ def type_number(name: str) -> int:
 def storage_dtype(name: str) -> np.dtype[Any] | None:
     """Return the numpy dtype that stores the numbers of a type, None for strings and handles."""
     name = _STORAGE_DTYPES.get(name, name)
-    return None if name in {"string", "resource", "variant"} else np.dtype(getattr(ml_dtypes, name, name))
+    return None if name in {"string", "resource", "variant"} else numpy_dtype(name)
 
 
 def decode_tensor(message: Any, description: str) -> Array:
@@ -279,8 +278,7 @@ def _divide_floats(dividend: Array, divisor: Array) -> Array:
 
 
 def _evaluate_cast(op: Op, inputs: Arrays) -> Arrays:
-    name = str(op.attrs["DstT"])
-    return [inputs[0].astype(np.dtype(getattr(ml_dtypes, name, name)))]
+    return [inputs[0].astype(numpy_dtype(str(op.attrs["DstT"])))]
 
 
 def _evaluate_strided_slice(op: Op, inputs: Arrays) -> Arrays:
