@@ -239,7 +239,8 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
     if len(before) < MIN_COMPARABLE_SAMPLES:
         return f"only {len(before)} samples have outputs of the same shape as in float, with finite values"
     reason = _gain_rejection(before, after, min_standard_errors)
-    if reason and before.mean(0).max(initial=0) > 10 ** (-DEFAULT_MIN_SQNR / 10):
+    misses, misses_after = (errors.mean(0) > 10 ** (-DEFAULT_MIN_SQNR / 10) for errors in (before, after))
+    if reason and misses.any() and misses[misses_after].all():
         worst_gain = _error_reduction_db(before.sum(0).max(), after.sum(0).max())
         if np.all(_error_reduction_db(before.sum(0), after.sum(0)) >= -worst_gain):
             worst_before, worst_after = before.max(1, keepdims=True), after.max(1, keepdims=True)
