@@ -419,11 +419,16 @@ class RecordedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if all outputs were kept."""
+        return self._bytes <= MAX_CACHED_BYTES
+
     def record(self, feeds: Feeds, outputs: Mapping[str, Array]) -> None:
         """Keep the outputs of one feed, as long as all of them need little memory."""
         values = [*feeds.values(), *outputs.values()]
         self._bytes += sum(getattr(value, "nbytes", MAX_CACHED_BYTES) for value in values)  # a sequence has no size
-        if self._bytes <= MAX_CACHED_BYTES:
+        if self.is_complete:
             self.records.append((feeds, dict(outputs)))
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
@@ -449,7 +454,8 @@ def _create_recorder(runner: Runner) -> RecordedRunner | None:
 def recorded_runs(source: Model, validation: Validation | None) -> Sequence[tuple[Feeds, Mapping[str, Array]]]:
     """Return the inputs and outputs of the float model in its validation, by sample."""
     runner, comparison = formats.find_shared_runner(source), None if validation is None else validation.comparison
-    records = runner.records if isinstance(runner, RecordedRunner) else []
+    # Nothing tells whether some of the runs had joined samples if others were not kept.
+    records = runner.records if isinstance(runner, RecordedRunner) and runner.is_complete else []
     if comparison is None or comparison.samples <= len(records):
         return records
     return [  # joined samples are independent rows

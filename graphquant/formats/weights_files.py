@@ -19,7 +19,7 @@ MAX_SEARCHED_BYTES = 1 << 33  # maximum total size of the files that are searche
 _MAX_MODEL_BYTES = 1 << 31  # maximum size of a model file, which is a protocol buffer
 _CHUNK_BYTES = 1 << 22
 _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
-_JOURNAL_LINE = re.compile(r"^(\d+) ([0-9a-f]{64})$", re.MULTILINE)
+_JOURNAL_LINE = re.compile(r"^(\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
 _SUFFIX_LENGTH = len("0123456789abcdef.data")
 
 
@@ -43,13 +43,13 @@ class HashingWriter:
 
     def __init__(self, file: IO[bytes], journal: Path | None = None) -> None:
         self._file, self._hash, self._size, self._journal = file, hashlib.sha256(), 0, journal
-        text = journal.read_text() if journal is not None and journal.exists() else ""
+        text = journal.read_text(errors="replace") if journal is not None and journal.exists() else ""
         size, digest = [("0", self.digest), *_JOURNAL_LINE.findall(text)][-1]
         self._finished = int(size)  # bytes of the tensors that an interrupted process has written
         while self._size < self._finished and (data := file.read(min(_CHUNK_BYTES, self._finished - self._size))):
             self._hash.update(data)
             self._size += len(data)
-        if self.digest != digest:
+        if (self._size, self.digest) != (self._finished, digest):
             self._hash, self._finished = hashlib.sha256(), 0
         self._size = 0
         if journal is not None:

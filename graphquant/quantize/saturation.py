@@ -134,13 +134,14 @@ _END_KINDS = RESHAPING_KINDS | TRANSPARENT_KINDS | QUANTIZATION_KINDS | {"flatte
 
 
 def is_read_by_last_softmax(model: Model, uses: Collection[Use]) -> bool:
-    """Return True if only a softmax reads a tensor, and no op computes anything from the probabilities."""
+    """Return True if only a softmax reads a tensor, and its probabilities are outputs that no op computes with."""
     pending, is_probability = [(use, False) for use in uses], False
     for use, behind_softmax in islice(pending, MAX_OPS):
         graph = model.graphs[use.graph]
         op = graph.op(use.op)
         is_softmax = op.kind in {"softmax", "log_softmax"}
-        if (is_softmax and behind_softmax) or not (is_softmax or op.kind in _END_KINDS or op.kind == "output"):
+        is_end = op.kind == "output" and behind_softmax and graph is model.main  # ops may read the output of a body
+        if (is_softmax and behind_softmax) or not (is_softmax or op.kind in _END_KINDS or is_end):
             return False
         is_probability |= is_softmax
         pending += [(later, behind_softmax or is_softmax) for later in graph.consumers(TensorRef(graph.name, use.op))]

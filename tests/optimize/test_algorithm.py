@@ -271,10 +271,19 @@ def test_decisions(seed):
     assert decisions >= {"", "by a ", "witho", "more "}
 
 
-@pytest.mark.parametrize(("scale", "loss", "kept"), [(1.0, 1.25, True), (1.0, 5.0, False), (1e-3, 1.25, False)])
-def test_worst_output_decides_below_the_target(scale, loss, kept):
-    """Below 20 dB, the others may lose as much as the worst output gains; above, none may lose."""
-    before = scale * np.array([[0.2, 0.02]] * 16)  # 7 and 17 dB, or 37 and 47
+@pytest.mark.parametrize(
+    ("errors", "loss", "kept"),
+    [
+        ((0.2, 0.02), 1.25, True),  # 7 and 17 dB
+        ((0.2, 0.02), 5.0, False),
+        ((0.2, 0.008), 1.2, True),  # 21 dB
+        ((0.2, 0.008), 1.4, False),  # it would have 19.5 dB
+        ((2e-4, 2e-5), 1.25, False),
+    ],
+)
+def test_worst_output_decides_below_the_target(errors, loss, kept):
+    """Below 20 dB, the others may lose as much as the worst output gains, but not the target; above, none may lose."""
+    before = np.array([errors] * 16)
     after = before * [0.5, loss]
     assert bool(rejection_reason(before * np.linspace(0.9, 1.1, 16)[:, None], after)) != kept
 

@@ -163,14 +163,31 @@ def test_maxima_are_not_clipped(tmp_path: Path, end: str) -> None:
         ("s = Softmax(c) y = Softmax(s)", False),
         ("s = Softmax(c) y = Add(s, c)", False),
         ("y = Identity(c)", False),
+        ("y = Softmax(c) z = Identity(c)", False),
+        ("y = Softmax(c) z = Identity(y)", True),
     ],
 )
 def test_scores_of_last_softmax(tmp_path: Path, body: str, expected: bool) -> None:
     """Probabilities that only reshapes and copies read are the last ones."""
-    graph = f'<ir_version: 8, opset_import: ["" : 13]> g (float[2,4] x) => (float[2,4] y) {{ c = Neg(x) {body} }}'
+    outputs = ", ".join(f"float[2,4] {name}" for name in "yz" if f"{name} =" in body)
+    graph = f'<ir_version: 8, opset_import: ["" : 13]> g (float[2,4] x) => ({outputs}) {{ c = Neg(x) {body} }}'
     (tmp_path / "model.onnx").write_bytes(onnx.parser.parse_model(graph).SerializeToString())
     model = gq.load(tmp_path / "model.onnx")
     assert is_read_by_last_softmax(model, model.main.consumers_by_port("c")[0]) == expected
+
+
+def test_ops_may_read_the_probabilities_of_a_body(tmp_path: Path) -> None:
+    """The output of a body is not that of the model."""
+    body = "p = If(b) <then_branch = t () => (float[4,4] u) {c = Neg(x) u = Softmax(c)}, "
+    body += "else_branch = e () => (float[4,4] v) {v = Identity(x)}> y = MatMul(p, x)"
+    graph = f"g (float[4,4] x, bool b) => (float[4,4] y) {{ {body} }}"
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> {graph}')
+    (tmp_path / "model.onnx").write_bytes(message.SerializeToString())
+    model = gq.load(tmp_path / "model.onnx")
+    (uses,) = [
+        graph.consumers_by_port("c")[0] for graph in model.graphs.values() if "c" in {op.name for op in graph.ops()}
+    ]
+    assert not is_read_by_last_softmax(model, uses)
 
 
 @pytest.mark.parametrize("end", ["Softmax", "Tanh"])

@@ -55,6 +55,8 @@ MIN_TABLE_ROWS = 16  # number of rows from which a table is an embedding, and ze
 LIMIT_DISTANCE = 1e-6  # largest distance from 0 or 1 of a saturated probability
 MAX_DISTINCT = 64  # number of different samples that are remembered, so that memory does not grow
 
+EQUAL_OUTPUTS_KINDS = {"unscaled", "saturated", "same-outputs"}  # findings that outputs of one class may cause
+
 LARGEST_FLOAT32_PIXEL = 1e30  # differences of larger values, and their sums, are no float32
 COLOUR_CHANNELS = 3
 IMAGE_AXES = 4
@@ -376,12 +378,14 @@ class SampleCheck:
         response = None
         if len(self._all_stats) == len(self._runner.inputs):
             with suppress(MissingDependencyError, ModelError):  # the command itself reports them, if it runs the model
-                if not runs:
+                if not (judged := runs):
                     feeds, runner = self._feeds, self._runner
                     outputs = formats.run_outputs(output_runner, feeds) if output_runner else runner.run_each(feeds)
-                    runs = list(zip(feeds, outputs, strict=True))
-                response = _ModelResponse(self._runner, self._uses, runs)
+                    judged = list(zip(feeds, outputs, strict=True))
+                response = _ModelResponse(self._runner, self._uses, judged)
         findings = _find_mistakes(self._dataset, self._all_stats, response)
+        if runs and any(finding.kind in EQUAL_OUTPUTS_KINDS for finding in findings):
+            return self.finish()  # the last samples may be of one class, and those from the whole range are not
         # From there on, the figures of each command show how little a few samples say.
         is_small = self._dataset.count < MIN_SPLIT_SAMPLES
         return tuple(finding for finding in findings if is_small or finding.kind != "few-samples")

@@ -179,6 +179,8 @@ def model_from_message(
         raise ModelError(f"The model has opset {opset}, which does not exist. Export or copy the model again.")
 
     def evaluate_op(op: Op, inputs: list[Array]) -> list[Array] | None:
+        if op.source is None and op.kind == "transpose":  # of a tied table, see `requantize`
+            return [inputs[0].transpose(op.attrs["perm"])]
         is_node = isinstance(op.source, NodeProto)
         return evaluate_node(message.opset_import, op.source, inputs) if is_node else None
 

@@ -543,11 +543,21 @@ def test_given_runs_are_judged_without_others(samples, monkeypatch) -> None:
     feeds = [{"image": image[None]} for image in calibration_images(samples)]
     dataset = Dataset(count=len(feeds), digest="", open_feeds=lambda first, last: iter(feeds[first:last]))
     monkeypatch.setattr(type(runner), "run_each", None)
-    runs = [(feed, {"scores": np.full((1, 10), np.nan, np.float32)}) for feed in feeds[-4:]]
-    assert [finding.kind for finding in SampleCheck(dataset, runner).finish(runs)] == [
-        "not-finite-output",
-        "same-outputs",
-    ]
+    runs = [(feed, {"scores": np.array([[np.nan, k]], np.float32)}) for k, feed in enumerate(feeds[-4:])]
+    assert [finding.kind for finding in SampleCheck(dataset, runner).finish(runs)] == ["not-finite-output"]
+
+
+def test_samples_may_be_in_the_order_of_their_classes(tmp_path: Path) -> None:
+    """The last samples, which the validation takes, are then of one class, and the outputs say nothing of the data."""
+    values = np.random.default_rng(0).normal(size=(40, 24)).cumsum(1).astype(np.float32)
+    weight = np.random.default_rng(1).normal(size=(24, 1)).astype(np.float32)
+    model = onnx_model(
+        "g (float[n, 24] x) => (bool[n, 1] y) { p = MatMul(x, w) y = Greater(p, t) }",
+        {"w": weight, "t": np.zeros(1, np.float32)},
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    ordered = values[np.argsort((values @ weight)[:, 0])]
+    assert gq.insert(tmp_path / "m.onnx", data={"x": ordered}).data_findings == ()
 
 
 def test_other_mistakes(tmp_path) -> None:

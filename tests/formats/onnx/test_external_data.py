@@ -411,7 +411,7 @@ def test_truncated_line_of_the_journal_is_ignored(tmp_path: Path, monkeypatch: p
     assert runs.run(output)["written"] == full["written"] - 2
 
 
-@pytest.mark.parametrize("damage", ["weights", "journal", "source", "rules"])
+@pytest.mark.parametrize("damage", ["weights", "journal", "bytes", "size", "source", "rules"])
 def test_stale_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """Parts that were damaged, and those of another source or other options, are computed again."""
     model = write_branched_model(tmp_path, external=True)
@@ -422,6 +422,11 @@ def test_stale_parts_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         folder.joinpath("weights").write_bytes(b"\0" + folder.joinpath("weights").read_bytes()[1:])
     elif damage == "journal":
         folder.joinpath("journal").write_text("9999999 0")
+    elif damage == "bytes":
+        folder.joinpath("journal").write_bytes(b"\xff 0\n" + b"9" * 5000 + b" " + b"0" * 64)
+    elif damage == "size":  # the lines of a full disk may be joined
+        content = folder.joinpath("weights").read_bytes()
+        folder.joinpath("journal").write_text(f"{len(content)}0 {hashlib.sha256(content).hexdigest()}\n")
     elif damage == "source":
         values = np.fromfile(model.with_name("m.data"), np.float32)
         (values[::-1] * 2).tofile(model.with_name("m.data"))

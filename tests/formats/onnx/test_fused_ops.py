@@ -297,6 +297,19 @@ def test_requantized_tied_tables_are_stored_once(tmp_path: Path, rules: str) -> 
     assert sqnr(run(message, feeds)[0], run(onnx.load(tmp_path / "q.onnx"), feeds)[0]) > 30
 
 
+@pytest.mark.parametrize(("rules", "types"), [("weight_only", ["float32", "int8"]), ("dynamic", ["int8", "int8"])])
+def test_requantized_copies_of_small_tables_are_weights(tmp_path: Path, rules: str, types: list[str]) -> None:
+    """The transposed copy of a table, which is not stored again, is quantized where its product is."""
+    table = np.random.default_rng(0).integers(-127, 128, (200, 32)).astype(np.int8)
+    weights = {"q": table, "t": np.ascontiguousarray(table.T), "s": np.array(0.01, np.float32)}
+    body = "f = DequantizeLinear(q, s) e = Gather(f, i) w = DequantizeLinear(t, s) y = MatMul(e, w)"
+    onnx.save(parse(body, "int64[n] i", "float[n, 200] y", weights), tmp_path / "m.onnx")
+    gq.insert(tmp_path / "m.onnx", rules=[rules], requantize=True, validate=False).save(tmp_path / "q.onnx")
+    initializers = onnx.load(tmp_path / "q.onnx").graph.initializer
+    stored = [str(onnx.numpy_helper.to_array(each).dtype) for each in initializers if np.prod(each.dims) == table.size]
+    assert sorted(stored) == types
+
+
 @pytest.mark.parametrize("per", ["channel", "tensor"])
 def test_folded_convolutions_run_as_float_ones(tmp_path: Path, per: str) -> None:
     """The weight is computed when the model is loaded: the optimized graph is that of the float model."""
