@@ -30,9 +30,8 @@ class StripResult(HtmlRepresentation):
     ops: tuple[TensorRef, ...] = ()  # the removed quantization ops; empty with `exact`
     # Constants that were stored as integers, with the parameters of their rounding.
     weights: tuple[tuple[TensorRef, QParams], ...] = ()
-    exponents: Mapping[TensorRef, Array] = field(
-        default_factory=dict
-    )  # of powers of two that constants were divided by
+    # Exponents of the powers of two by which constants were divided, which broadcast to them.
+    exponents: Mapping[TensorRef, Array] = field(default_factory=dict)
     remaining: tuple[tuple[TensorRef, str], ...] = ()  # quantization ops that were not removed, with the reason
     steps: str = ""  # preparation steps that the model keeps, or ""
     notes: tuple[str, ...] = ()  # other messages about the result
@@ -176,14 +175,13 @@ def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:
         original_value, stripped_value = original_parameters.value(tensor), stripped_parameters.value(tensor)
         if original_value is None or stripped_value is None or original_value.shape != stripped_value.shape:
             continue
-        exponents = stripped.exponents.get(tensor, np.zeros((), np.int32))
-        scaled = np.ldexp(original_value, exponents)
+        if (exponents := stripped.exponents.get(tensor)) is not None:  # integers are those of scaled values
+            original_value, stripped_value = (np.ldexp(value, exponents) for value in (original_value, stripped_value))
         # The stored integers do not show that the range was narrow, so both variants are tried.
         rounding_params = (params, replace(params, narrow=True)) if isinstance(params.type, IntType) else (params,)
         if any(
             np.array_equal(
-                np.ldexp(dequantize(quantize(scaled, qparams), qparams), -exponents).astype(stripped_value.dtype),
-                stripped_value,
+                dequantize(quantize(original_value, qparams), qparams).astype(stripped_value.dtype), stripped_value
             )
             for qparams in rounding_params
         ):

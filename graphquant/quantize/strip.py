@@ -162,6 +162,8 @@ class _QuantizationRemover:
         remove_unread_ops(changed, [slot for slot in original_inputs if slot is not None])
         restored_biases = self._restore_biases()
         self._divide_by_factors()
+        if self._exponents:
+            self._skip_factor_products()
         self._remove_leftovers()
         check_invariants(changed, "strip")
         return StrippedModel(
@@ -292,10 +294,7 @@ class _QuantizationRemover:
         return len(restored)
 
     def _divide_by_factors(self) -> None:
-        """Divide constants by the factors of their channels, and skip products with them.
-
-        Entries that are damaged, or do not fit, are ignored.
-        """
+        """Divide constants by the factors of their channels. Entries that are damaged, or do not fit, are ignored."""
         with suppress(ValueError, zlib.error):  # also of pydantic
             entries = type_adapter(tuple[ChannelFactors, ...]).validate_json(self._provenance.get(FACTORS_KEY, "[]"))
             for constant, shape, data in entries:
@@ -311,13 +310,13 @@ class _QuantizationRemover:
                     exponents = np.frombuffer(content, np.int8).reshape(shape).astype(np.int32)
                     graph.replace_op(replace(op, read_value=partial(_divided, read_value, exponents)))
                     self._exponents[constant] = exponents
-        for name, graph in self._changed.graphs.items() if self._exponents else ():
-            for op in list(graph.ops()):
-                is_product = op.kind == "mul" and op.rule and op.rule not in PREPARATION_STEPS
-                if (
-                    is_product and (tensor := next(iter(graph.slots(op.name)), None)) is not None
-                ):  # it has the same factors
-                    product = TensorRef(name, op.name)
+
+    def _skip_factor_products(self) -> None:
+        """Let the readers of products that an algorithm inserted, with the factors of constants, read the input."""
+        for name, graph in self._changed.graphs.items():
+            for op in [op for op in graph.ops() if op.kind == "mul" and op.rule and op.rule not in PREPARATION_STEPS]:
+                product, tensor = TensorRef(name, op.name), next(iter(graph.slots(op.name)), None)
+                if tensor is not None:
                     graph.reroute(product, graph.consumers(product), tensor)
 
     def _remove_leftovers(self) -> None:

@@ -289,7 +289,7 @@ def test_worst_output_decides_below_the_target(errors, loss, kept):
 
 
 def test_selections_are_compared(tmp_path):
-    """Where rows are selected by their values, the values before count: other rows are no error of the ops before."""
+    """The values before a selection of rows by their values count: other rows are no error of the ops before."""
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[1,4] x) => (float[1,2] y) <int64[1] k = {2}> {
         c = MatMul(x, w) y, i = TopK(c, k) }"""
     model = onnx.parser.parse_model(text)

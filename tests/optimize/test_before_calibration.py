@@ -124,7 +124,7 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
     assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
 
 
-@pytest.mark.parametrize(
+SCALED_NETS = pytest.mark.parametrize(
     ("net", "rules", "name"),
     [
         (DEPTHWISE, PER_TENSOR, "cross-layer-equalization"),
@@ -132,6 +132,9 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
         (BRANCHED, PER_CHANNEL, "smoothquant"),
     ],
 )
+
+
+@SCALED_NETS
 def test_the_float_function_stays(net, rules, name, tmp_path):
     """The model that was scaled gives the bits of the source, and of float weights the source comes back as it was."""
     path = save_image_model(tmp_path, *net)
@@ -148,14 +151,7 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
     assert stripped.model.digest == source.digest
 
 
-@pytest.mark.parametrize(
-    ("net", "rules", "name"),
-    [
-        (DEPTHWISE, PER_TENSOR, "cross-layer-equalization"),
-        (FOLDED, PER_CHANNEL, "smoothquant"),
-        (BRANCHED, PER_CHANNEL, "smoothquant"),
-    ],
-)
+@SCALED_NETS
 def test_strip_divides_by_the_factors(net, rules, name, tmp_path):
     """Stored integers and float constants give the values before scaling, except for their rounding."""
     path = save_image_model(tmp_path, *net)
