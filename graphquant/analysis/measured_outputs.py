@@ -406,7 +406,7 @@ class OutputMeter:
             for number, (outputs, expected) in enumerate(zip(runner.run_each(feeds), self._expected, strict=True)):
                 for name, quantized_name in names.items():
                     value = expected.get(name)
-                    if value is not None and value.dtype.kind == "f" and quantized_name in outputs:
+                    if value is not None and value.dtype.name in FLOAT_TYPES and quantized_name in outputs:
                         before = sums[name].error
                         sums[name].add(value, outputs[quantized_name])
                         errors[name][number] = sums[name].error - before

@@ -261,7 +261,7 @@ class PlanSearch:
         for build in (partial(rebuild_model, chosen.built, stats=chosen.workspace.stats), chosen.workspace.build):
             built = build(plan)
             new_sqnr = meter.worst_sqnr(built.model)
-            if new_sqnr < sqnr + MIN_UNCLIPPED_GAIN_DB:
+            if not meter.sample_errors or new_sqnr < sqnr + MIN_UNCLIPPED_GAIN_DB:
                 return clipped
         new_errors, _ = meter.sample_errors, meter.worst_sqnr(chosen.built.model)
         name, errors = next(iter(meter.sample_errors.items()))
@@ -380,7 +380,9 @@ def _change_without_best(before: Sequence[float], after: Sequence[float]) -> flo
     most = max(old - new for old, new in pairs)
     others = [(old, new) for old, new in pairs if old - new < most]
     old_error, new_error = (sum(errors) for errors in zip(*others, strict=True)) if others else (0.0, 0.0)
-    return 10 * math.log10(new_error / old_error) if old_error > 0 < new_error else math.inf
+    if old_error > 0 < new_error:
+        return 10 * math.log10(new_error / old_error)
+    return -math.inf if new_error < old_error else math.inf
 
 
 def _keep_default_build(workspace: Workspace, built: BuiltModel | None = None) -> Workspace:

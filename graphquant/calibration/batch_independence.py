@@ -11,7 +11,7 @@ import numpy as np
 
 from graphquant.calibration.memory import RunFootprint, estimate_footprint, group_observed_tensors, observation_budget
 from graphquant.errors import ModelError
-from graphquant.ir import LOOP_KINDS, TensorRef
+from graphquant.ir import FLOAT_TYPES, LOOP_KINDS, TensorRef
 
 if TYPE_CHECKING:
     from graphquant.calibration.data import Dataset
@@ -120,7 +120,7 @@ def _probe_samples(dataset: Dataset, keys: Mapping[str, str]) -> list[Feeds]:
     with np.errstate(over="ignore"):
         return [
             {
-                name: value * value.dtype.type(scale) if value.dtype.kind == "f" else value
+                name: value * value.dtype.type(scale) if value.dtype.name in FLOAT_TYPES else value
                 for name, value in feeds[index % len(feeds)].items()
             }
             for index, scale in enumerate(PROBE_SCALES)
@@ -164,7 +164,7 @@ def equal_within_rounding(expected: Array, actual: Array, *, batched: bool = Fal
 
     With `batched`, that must hold for each entry of the first axis.
     """
-    if expected.dtype.kind != "f" or expected.shape != actual.shape or not expected.size:
+    if expected.dtype.name not in FLOAT_TYPES or expected.shape != actual.shape or not expected.size:
         return bool(np.array_equal(expected, actual))
     finite = np.isfinite(expected)
     if not np.array_equal(expected[~finite], actual[~finite], equal_nan=True):

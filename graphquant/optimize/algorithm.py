@@ -12,7 +12,7 @@ import numpy as np
 from graphquant.analysis.measured_outputs import compared_outputs, with_selections
 from graphquant.analysis.validation import DEFAULT_MIN_SQNR
 from graphquant.formats import run_outputs, share_runner
-from graphquant.ir import Model, TensorRef, Use, check_invariants
+from graphquant.ir import FLOAT_TYPES, Model, TensorRef, Use, check_invariants
 from graphquant.quantize.rewrite import InsertedPair, IntegerCache, rewrite
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _measure_output_errors(
     names = [
         name
         for name in compared_outputs(float_runner, runner, {name: name for name in float_outputs[0]})
-        if float_outputs[0][name].dtype.kind == "f" and all(name in outputs for outputs in float_outputs)
+        if float_outputs[0][name].dtype.name in FLOAT_TYPES and all(name in outputs for outputs in float_outputs)
     ]
     values = {name: [outputs[name] for outputs in float_outputs] for name in names}
     powers = [np.mean([_squared_error(each, np.zeros_like(each)) for each in values[name]]) or 1.0 for name in names]

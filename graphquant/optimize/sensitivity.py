@@ -19,7 +19,7 @@ from graphquant.analysis.measured_outputs import (
     with_scores,
     with_selections,
 )
-from graphquant.ir import Model, Op, OpKey, Output, TensorRef, Use, paused_gc
+from graphquant.ir import FLOAT_TYPES, Model, Op, OpKey, Output, TensorRef, Use, paused_gc
 from graphquant.qdq.family import add_constant
 from graphquant.quantize.preparation_undo import remove_unread_ops
 from graphquant.quantize.rewrite import FRAME_KINDS, add_barriers
@@ -464,7 +464,7 @@ class _SwitchSession:
         for feed, expected in zip(self._feeds, reference.references, strict=True):
             actual = self._runner.run({**feed, **switches})
             for name in compared:
-                if (value := expected.get(name)) is not None and value.dtype.kind == "f":
+                if (value := expected.get(name)) is not None and value.dtype.name in FLOAT_TYPES:
                     output_power, output_error = _power_and_error(value, actual.get(name))
                     power[name] += output_power
                     error[name] += output_error

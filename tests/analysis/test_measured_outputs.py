@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -279,3 +280,18 @@ def test_the_meter_starts_with_the_initial_state(tmp_path: Path) -> None:
     with shared_runners():
         shared_runner(model, "source").run(feeds[0])
         assert OutputMeter(model, feeds, 20).worst_sqnr(model) == math.inf
+
+
+@pytest.mark.slow
+def test_bfloat16_outputs_are_measured(tmp_path: Path) -> None:
+    """NumPy does not count the type of ml_dtypes among its floats."""
+    tf = pytest.importorskip("tensorflow")
+    models = []
+    for factor in (1, 1.125):
+        with tf.Graph().as_default() as graph:
+            tf.multiply(tf.compat.v1.placeholder(tf.bfloat16, [None, 4], "x"), tf.constant(factor, tf.bfloat16), "y")
+        (tmp_path / f"{factor}.pb").write_bytes(graph.as_graph_def().SerializeToString())
+        models.append(gq.load(tmp_path / f"{factor}.pb"))
+    meter = OutputMeter(models[0], [{"x": np.ones((1, 4), ml_dtypes.bfloat16)}], 10)
+    assert meter.worst_sqnr(models[1]) == pytest.approx(20 * math.log10(8))
+    assert [*meter.sample_errors.values()] == [[4 / 64]]

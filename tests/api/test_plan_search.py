@@ -21,6 +21,8 @@ from graphquant.api.plan_search import _change_without_best
         ([1.0, 1.0, 8.0], [2.0, 2.0, 1.0], 10 * math.log10(2)),
         ([2.0, 2.0, 8.0], [1.0, 1.0, 1.0], -10 * math.log10(2)),
         ([4.0, 4.0], [1.0, 1.0], math.inf),  # both gain most
+        ([2.0, 8.0], [0.0, 1.0], -math.inf),
+        ([0.0, 4.0], [0.0, 1.0], math.inf),  # nothing but one sample has an error
         ([0.0, 4.0], [1.0, 1.0], math.inf),  # a sample without an error gets one
     ],
 )

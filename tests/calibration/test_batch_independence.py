@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -470,6 +471,8 @@ def test_equal_within_rounding() -> None:
     values = np.array([1, -2, np.inf, np.nan], np.float32)
     assert equal_within_rounding(values, values + np.float32(1e-5))
     assert not equal_within_rounding(values, values + np.float32(1e-3))
+    half = np.r_[np.full(1 << 18, 1.0), 0.01].astype(ml_dtypes.bfloat16)
+    assert equal_within_rounding(half, np.r_[half[:-1], half[-1:] * 1.01])
     assert not equal_within_rounding(values, np.array([1, -2, np.nan, np.nan], np.float32))
     assert not equal_within_rounding(values[:2], np.array([1, np.nan], np.float32))
     assert not equal_within_rounding(values, values.reshape(2, 2))
