@@ -24,7 +24,14 @@ from graphquant.formats.onnx.external_data import message_tensors
 from graphquant.formats.onnx.fused_ops import lift_fused_ops
 from graphquant.formats.onnx.index import GraphIndexer, OnnxSource, clear_metadata, read_metadata
 from graphquant.formats.onnx.shape_inference import evaluate_node
-from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, external_location, external_path, first_line, is_external
+from graphquant.formats.onnx.tensors import (
+    DEFAULT_DOMAINS,
+    external_location,
+    external_path,
+    first_line,
+    is_external,
+    write_node,
+)
 from graphquant.ir import Model, Op, paused_gc
 from graphquant.quantize import RECORD_KEY, restore_source
 
@@ -179,10 +186,11 @@ def model_from_message(
         raise ModelError(f"The model has opset {opset}, which does not exist. Export or copy the model again.")
 
     def evaluate_op(op: Op, inputs: list[Array]) -> list[Array] | None:
-        if op.source is None and op.kind == "transpose":  # of a tied table, see `requantize`
-            return [inputs[0].transpose(op.attrs["perm"])]
-        is_node = isinstance(op.source, NodeProto)
-        return evaluate_node(message.opset_import, op.source, inputs) if is_node else None
+        node = op.source
+        if node is None:  # an op of a preparation step
+            node = NodeProto()
+            write_node(node, op, [f"i{slot}" for slot in range(len(inputs))], [output.name for output in op.outputs])
+        return evaluate_node(message.opset_import, node, inputs) if isinstance(node, NodeProto) else None
 
     source = OnnxSource(message=message, graphs={}, folder=folder, evaluate_op=evaluate_op)
     model = Model(format="onnx", source=source, path=path, opset=opset)
