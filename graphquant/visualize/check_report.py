@@ -260,6 +260,9 @@ def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
     return f"its output is quantized for {quantized_count} of {pluralize(len(uses), 'use')}"
 
 
+INTEGER_WEIGHT_TYPES = frozenset({"MatMulNBits", "QMoE"})  # by level, they multiply in float or round activations
+
+
 def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
     subject = f"{explanations.backend} {'runs' if explanations.already_quantized else 'will run'}"
     if verdict.status == "removed":
@@ -270,7 +273,8 @@ def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
     if verdict.status == "fused":
         return f"{subject} it as part of {verdict.runs_as}."
     if verdict.status == "int8":
-        return f"{subject} it on integers, as {verdict.runs_as}."
+        operands = "with integer weights" if verdict.runs_as in INTEGER_WEIGHT_TYPES else "on integers"
+        return f"{subject} it {operands}, as {verdict.runs_as}."
     if verdict.broken_rule is None:
         return f"{subject} it in float{f': {verdict.note}' if verdict.note else ''}."
     return f"{subject} it in float: {verdict.broken_rule.message}. Remedy: {verdict.broken_rule.fix}."

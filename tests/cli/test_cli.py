@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 
 import graphquant as gq
 from graphquant.api import models
@@ -362,6 +362,21 @@ def test_explain_lists_each_rule(cli: Callable[..., Any], cnn_folder: Path) -> N
     assert "conv-output" in text
     result = cli("explain", "digits_cnn.onnx", "stem/relo", code=2)
     assert "stem/relu" in result.stderr
+
+
+def test_explain_tells_integer_weights_from_integer_products(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MatMulNBits multiplies in float unless its accuracy level says otherwise."""
+    monkeypatch.chdir(tmp_path)
+    model = parser.parse_model('<ir_version: 8, opset_import: ["": 21]> g (float[n,1024] x) => (float[n,1024] y) {}')
+    weight = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    model.graph.node.append(helper.make_node("MatMul", ["x", "w"], ["y"], "product"))
+    Path("net.onnx").write_bytes(model.SerializeToString())
+    cli("insert", "net.onnx", "--rules", "w4a8")
+    text = cli("explain", "net.quant.onnx", "product", "--for", "onnxruntime").stdout
+    assert "onnxruntime runs it with integer weights, as MatMulNBits" in " ".join(text.split())
 
 
 def test_rules_verbs(cli: Callable[..., Any], cnn_folder: Path) -> None:

@@ -101,7 +101,6 @@ class _MessageEmitter:
         self._output_renames: dict[str, OutputRenames] = {}
         self._renamed_tensors: dict[TensorRef, str] = {}
         self._patches: dict[str, dict[str, set[int]]] = {}
-        self._has_new_ops = False
         self._imported_domains: set[str] = set()  # domains that the message imports
         self._deferred = deferred
 
@@ -120,11 +119,16 @@ class _MessageEmitter:
             uses += graphs[tensor.graph].consumers(tensor)
         for use in uses:
             self._patches.setdefault(use.graph, {}).setdefault(use.op, set()).add(use.slot)
+        new_ops = [op for graph in graphs.values() for op in graph.ops() if op.source is None]
+        for op in new_ops:  # before nodes are written, because later versions have metadata for each
+            if op.kind == "constant":
+                min_ir_version = DTYPE_IR_VERSIONS.get(op.outputs[0].dtype or "", FREE_INITIALIZERS_IR_VERSION)
+                self._message.ir_version = max(self._message.ir_version, min_ir_version)
         self._patch_graph(graphs[""], self._message.graph, self._message)
         functions = [graph for name, graph in graphs.items() if name and graph.parent is None]
         for graph, target in zip(functions, self._message.functions, strict=True):
             self._patch_graph(graph, target, target)
-        if self._has_new_ops:
+        if new_ops:
             retain_entries(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
             self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
         return Emission(
@@ -161,7 +165,6 @@ class _MessageEmitter:
         unchanged = not new_ops and all(_loaded_op(graph, name) is op for name, op in source.loaded_ops.items())
         if unchanged and not patches and not renames.renamed_tensors:
             return
-        self._has_new_ops = self._has_new_ops or bool(new_ops)
         self._relist_nodes(graph, source, target, imports)
         for position, output_name in renames.output_names.items():
             if isinstance(target, GraphProto):
@@ -288,9 +291,6 @@ class _MessageEmitter:
         target.initializer.extend(
             self._create_tensor(op, self._value_name(TensorRef(graph.name, op.name))) for op in added
         )
-        for op in added:
-            min_ir_version = DTYPE_IR_VERSIONS.get(op.outputs[0].dtype or "", FREE_INITIALIZERS_IR_VERSION)
-            self._message.ir_version = max(self._message.ir_version, min_ir_version)
 
     def _create_tensor(self, op: Op, name: str) -> Any:
         if self._deferred is None or constant_bytes(op) < EXTERNAL_MIN_BYTES:

@@ -279,7 +279,15 @@ def test_data_types_need_ir_versions(dtype: str, version: int, load_text: Any) -
         output = Output("k", dtype, (2,))
         op = Op(name="k", kind="constant", type="Initializer", outputs=(output,), read_value=lambda value=value: value)
         model.main.add_op(op)
-        assert format_.emit(model).ir_version == max(present, version)
+        model.main.add_op(
+            replace(op, name="i", kind="other", type="Identity", outputs=(Output("i", dtype, (2,)),), rule="r"),
+            [TensorRef("", "k")],
+        )
+        message = format_.emit(model)
+        assert message.ir_version == max(present, version)
+        # The rules of ops are in their nodes from version 10, before in one entry for all.
+        rules = [entry.value for node in message.graph.node for entry in node.metadata_props]
+        assert rules == (["r"] if max(present, version) >= 10 else [])
 
 
 def test_new_domain_is_imported(load_text: Any) -> None:
