@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.measurements import float_bits
 from support.onnx_models import onnx_session, run_onnx
+from support.pairwise import cover_pairs
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
@@ -110,7 +111,7 @@ def forms(dtype: str) -> list[str]:
 def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
     """A weight as integers, or float with a Q/DQ pair, has equal values in onnxruntime and numpy, and is read back."""
     x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
-    for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
+    for opset, more, float_weights in cover_pairs(itertools.product((13, 21), forms(dtype), (False, True))):
         result = gq.insert(
             save_sum_model(tmp_path, opset),
             rules=weight_rules(tmp_path, dtype, per, WEIGHT, more),
