@@ -2,10 +2,10 @@
 
 Each environment is new. `lowest` has the lowest version that pyproject.toml allows of each direct dependency, `pinned`
 those of constraints.txt, and `newest` the newest of everything, with the development tools, where README's second
-command runs all tests. The others are `pinned` with another release of ONNX
-Runtime. `newest` and `1.30.0` have a later Python, if that is installed. A failure of `newest` is reported, but it only
-counts if all its releases are as old as the pinned ones. An environment whose packages cannot be downloaded is reported
-as not installed, and does not count either. As many environments are tested at once as there are cores::
+command runs all tests. The others are `pinned` with another release of ONNX Runtime, and run the tests whose results
+depend on it. `newest` and `1.30.0` have a later Python, if that is installed. A failure of `newest` is reported, but it
+only counts if all its releases are as old as the pinned ones. An environment whose packages cannot be downloaded is
+reported as not installed, and does not count either. As many environments are tested at once as there are cores::
 
     python .ci/matrix.py                 # all environments, then the table of docs/versions.md
     python .ci/matrix.py lowest 1.24.4   # some of them
@@ -25,7 +25,7 @@ import threading
 import time
 import venv
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,13 +42,23 @@ UNDECLARED = "sympy==1.14.0"
 """Package that ONNX Runtime 1.26 imports in its quantizer, to which tests compare, and does not install."""
 
 RUNTIME_TESTS = (
-    "tests/backends", "tests/formats/onnx", "tests/qdq", "tests/sample_models",
+    "tests/backends/test_check.py", "tests/backends/test_oracle.py", "tests/backends/test_oracle_models.py",
+    "tests/formats/onnx/test_runtime.py", "tests/formats/onnx/test_session.py", "tests/formats/onnx/test_runner.py",
+    "tests/formats/onnx/test_observe.py", "tests/formats/onnx/test_conversions.py",
+    "tests/formats/onnx/test_decoders.py", "tests/formats/onnx/test_fused_ops.py",
+    "tests/qdq/test_onnx_types.py", "tests/qdq/test_onnx_widths.py", "tests/qdq/test_onnx_block_scales.py",
+    "tests/quantize/test_kv_cache.py",
     "tests/api/test_float16.py", "tests/api/test_nested.py", "tests/api/test_validation.py", "tests/api/test_verbs.py",
+    "tests/sample_models",
 )  # fmt: skip
-"""Tests whose results depend on ONNX Runtime, which run in every environment."""
+"""Tests whose results depend on the release of ONNX Runtime, which run in every environment: its optimizer, kernels,
+sessions and types, and the accuracy of models. Those that load TensorFlow are the last, because releases before 1.28
+fork for each session, which takes longer the more a process has loaded.
+"""
 
-OTHER_TESTS = ("tests/api", "tests/cli")
-"""Tests that also use the other dependencies, for `lowest`. `newest` runs all, as README's second command does."""
+OTHER_TESTS = ("tests/backends", "tests/formats/onnx", "tests/qdq", "tests/api", "tests/cli")
+"""Tests of all that runs ONNX Runtime or uses the other dependencies, for `lowest`. `newest` runs all tests, as
+README's second command does."""
 
 UNREACHABLE = re.compile(
     "error sending request|Failed to fetch|name resolution|[Cc]onnection (reset|refused)|timeout|NewConnection"
@@ -109,14 +119,20 @@ def find_interpreter(environment: str) -> str | Path:
     return sys.executable
 
 
-class Environment:
-    """One virtual environment with a copy of the source."""
+def site_packages(python: Path) -> Path:
+    """Folder of the packages of a virtual environment."""
+    return next(python.parents[1].glob("lib/python*/site-packages"))
 
-    def __init__(self, name: str, folder: Path, uv: Path) -> None:
-        self.name, self.folder, self.uv = name, folder / name, uv
+
+class Environment:
+    """One virtual environment with a copy of the source. It may see the packages of another one, its base."""
+
+    def __init__(self, name: str, folder: Path, uv: Path, base: Environment | None = None) -> None:
+        self.name, self.folder, self.uv, self.base = name, folder / name, uv, base
         self.python = self.folder / "venv" / "bin" / "python"
         self.source = self.folder / "main"
         self.log = self.folder / "log.txt"
+        self.chosen = self.folder / "requirements.txt"
 
     def run(self, *command: object, script: str | None = None) -> bool:
         """Run a command in the copy of the source, with its output in the log, and return its success."""
@@ -131,8 +147,8 @@ class Environment:
                 check=False,
             ).returncode  # fmt: skip
 
-    def install(self) -> bool:
-        """Copy the checked-in files, resolve the versions and install them."""
+    def copy_source(self) -> None:
+        """Copy the checked-in files."""
         self.source.mkdir(parents=True)
         files = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -144,19 +160,44 @@ class Environment:
         shared = ROOT.parent / "shared"
         if shared.exists():
             self.folder.joinpath("shared").symlink_to(shared)
+
+    def install(self) -> bool:
+        """Copy the checked-in files, resolve the versions and install them."""
+        return self.has_packages and self.run(
+            self.uv, "pip", "install", "-q", "--python", self.python, "--no-deps", "-e", "."
+        )
+
+    @cached_property
+    def has_packages(self) -> bool:
+        """Install the packages once, and return the success."""
+        return self.install_packages()
+
+    def install_packages(self) -> bool:
+        """Resolve the versions of all packages, and install those that differ from the base's."""
+        if self.base and not self.base.has_packages:
+            self.log = self.base.log
+            return False
+        self.copy_source()
         arguments, lines = requirements(self.name)
-        constraints, chosen = self.folder / "constraints.txt", self.folder / "requirements.txt"
+        constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(lines), encoding="utf-8")
         names = (*EXTRAS, *(["dev"] if self.name == "newest" else []))
         extras = [argument for extra in names for argument in ("--extra", extra)]
-        return (
+        install = (self.uv, "pip", "install", "-q", "--python", self.python)
+        if not (
             self.run(self.uv, "venv", "-q", "--python", find_interpreter(self.name), self.folder / "venv")
-            and self.run(self.uv, "pip", "compile", "-q", "--no-header", *arguments, "--constraint", constraints,
-                         "--python", self.python, "pyproject.toml", *extras, "-o", chosen)
-            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-r", chosen)
-            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "--no-deps", "-e", ".")
-            and self.run(self.uv, "pip", "install", "-q", "--python", self.python, "-c", chosen, *test_tools(chosen))
-        )  # fmt: skip
+            and self.run(self.uv, "pip", "compile", "-q", "--no-header", "--no-annotate", *arguments,
+                         "--constraint", constraints, "--python", self.python, "pyproject.toml", *extras,
+                         "-o", self.chosen)
+        ):  # fmt: skip
+            return False
+        if self.base is None:
+            return self.run(*install, "-r", self.chosen) and self.run(
+                *install, "-c", self.chosen, *test_tools(self.chosen)
+            )
+        site_packages(self.python).joinpath("base.pth").write_text(str(site_packages(self.base.python)), "utf-8")
+        known = set(self.base.chosen.read_text("utf-8").splitlines())
+        return self.run(*install, "--no-deps", *sorted(set(self.chosen.read_text("utf-8").splitlines()) - known))
 
     def versions(self) -> dict[str, str]:
         """Versions of Python and of all installed packages."""
@@ -166,8 +207,10 @@ class Environment:
             [self.uv, "pip", "freeze", "--python", self.python], capture_output=True, text=True, check=False
         ).stdout
         python = subprocess.run([self.python, "--version"], capture_output=True, text=True, check=False).stdout
-        return {"python": python.removeprefix("Python ").strip()} | dict(
-            re.findall(r"^([\w.-]+)==(\S+)", listing, re.MULTILINE)
+        return (
+            (self.base.versions() if self.base else {})
+            | {"python": python.removeprefix("Python ").strip()}
+            | dict(re.findall(r"^([\w.-]+)==(\S+)", listing, re.MULTILINE))
         )
 
     def commands(self) -> bool:
@@ -204,10 +247,11 @@ def is_newer(versions: dict[str, str]) -> list[str]:
     ]
 
 
-def check_environment(name: str, *, folder: Path, uv: Path) -> tuple[list[str], bool]:
+def check_environment(name: str, *, folder: Path, uv: Path, base: Environment) -> tuple[list[str], bool]:
     """Install and test one environment; return its row of the table, and False if a failure counts."""
     start = time.monotonic()
-    environment = Environment(name, folder, uv)
+    is_layer = name in RUNTIMES and name not in PYTHONS  # with the Python of the base
+    environment = Environment(name, folder, uv, base if is_layer else None)
     with DOWNLOADS:
         steps = {"install": environment.install()}
     if steps["install"]:
@@ -245,7 +289,10 @@ def main() -> None:
         if installed.returncode:
             print(f"{installed.stdout}{installed.stderr}-- {UV} cannot be installed, so no environment was tried")
             sys.exit(UNREACHABLE.search(installed.stdout + installed.stderr) is None)
-        test = partial(check_environment, folder=Path(folder), uv=boot / "bin" / "uv")
+        uv = boot / "bin" / "uv"
+        test = partial(
+            check_environment, folder=Path(folder), uv=uv, base=Environment("pinned", Path(folder) / "base", uv)
+        )
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = list(pool.map(test, [name for name in arguments.environments if name not in arguments.skip]))
     header = ["environment", *SHOWN, "result"]

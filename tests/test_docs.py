@@ -4,13 +4,16 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.cli import run_cli
 from support.documents import language_blocks
 
 import graphquant as gq
@@ -89,8 +92,20 @@ def indent(text):
     return "".join(f"    {line}" for line in text.splitlines(keepends=True))
 
 
+NEEDS_SHELL = re.compile(r"[|&;<>$`(){}*?~#=]|^(?!graphquant )", re.MULTILINE)
+"""Finds a line that is no plain command of graphquant."""
+
+
 def run_shell(text):
-    """Return the output of shell commands. graphquant is this checkout's, python is the one of the tests."""
+    """Return the output of shell commands. graphquant is this checkout's, python is the one of the tests.
+
+    Plain commands of graphquant run in this process, which has imported TensorFlow already.
+    """
+    lines = text.replace("\\\n", " ").strip()
+    if NEEDS_SHELL.search(lines) is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            return "".join(run_cli(*shlex.split(line)[1:]).stdout for line in lines.splitlines())
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     command = f'{python}\ngraphquant() {{ python -m graphquant "$@"; }}\n{text}'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

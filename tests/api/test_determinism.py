@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ONNX = ("digits_cnn.onnx", "digits_cnn_bn.onnx")
-TENSORFLOW = ("digits_cnn.pb", "digits_cnn.pbtxt", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn_saved_model")
+TENSORFLOW = ("digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn_saved_model")
+FIXED_POINT = ("digits_cnn.pbtxt", "digits_cnn_saved_model", "digits_rnn_saved_model")
 
 SCRIPT = """
 import ast, contextlib, importlib, os, sys
@@ -72,6 +73,12 @@ def calls(model: Path, *options: object) -> Calls:
     ]
 
 
+def short_calls(model: Path, *options: object) -> Calls:
+    """Insert with a report, plan and inspect, for models whose pages and drawings are like those of others."""
+    wanted = ("insert", "plan.json", "json")
+    return [call for call in calls(model, *options) if wanted[0] == call[0] or call[-1] in wanted]
+
+
 def assert_equal(folder: Path, calls: dict[str, Calls]) -> None:
     """Two seeds write the same files."""
     one, other = written(folder / "a", 1, calls), written(folder / "b", 4321, calls)
@@ -99,14 +106,17 @@ def test_calibrated_model_with_bodies(samples: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [ONNX, TENSORFLOW], ids=["onnx", "tensorflow"])
-def test_calibrated_models(samples: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
-    """The same for all sample models, calibrated in their framework."""
-    data = {name: samples / f"{name[:10]}_calib.npz" for name in names}
-    assert_equal(tmp_path, {name: calls(samples / name, "--data", path) for name, path in data.items()})
+def test_calibrated_models(samples: Path, tmp_path: Path) -> None:
+    """The same for the ONNX models without bodies."""
+    data = samples / "digits_cnn_calib.npz"
+    assert_equal(tmp_path, {name: calls(samples / name, "--data", data) for name in ONNX})
 
 
 @pytest.mark.slow
-def test_fixed_point_tensorflow_models(samples: Path, tmp_path: Path) -> None:
-    """The same for TensorFlow models with fixed-point ranges: a quick test of their bytes is in test_emit.py."""
-    assert_equal(tmp_path, {name: calls(samples / name, "--rules", "fixed_point") for name in TENSORFLOW})
+def test_tensorflow_models(samples: Path, tmp_path: Path) -> None:
+    """Models of TensorFlow, calibrated or with fixed-point ranges: a quick test of their bytes is in test_emit.py."""
+    data = {name: samples / f"{name[:10]}_calib.npz" for name in TENSORFLOW}
+    todo = {name: short_calls(samples / name, "--data", path, "--samples", 16) for name, path in data.items()}
+    todo |= {f"{name} fixed": short_calls(samples / name, "--rules", "fixed_point") for name in FIXED_POINT}
+    todo["digits_cnn.pb"] = calls(samples / "digits_cnn.pb", "--data", data["digits_cnn.pb"], "--samples", 16)
+    assert_equal(tmp_path, todo)

@@ -19,7 +19,7 @@ from graphquant.batch.types import read_report
 
 pytestmark = pytest.mark.slow  # each starts the program and its workers
 
-KILLS = 18
+KILLS = 9
 
 GATED = """
 import time
@@ -126,7 +126,7 @@ def _run_and_kill(finished, kind, moment, *arguments):
 
 
 def test_resume_after_kills(batch_of_twelve):
-    """A batch that is killed eighteen times resumes each time. No entry is done twice and no output is partial."""
+    """A batch that is killed nine times resumes each time. No entry is done twice and no output is partial."""
     Path("gated.py").write_text(GATED)
     text = Path("graphquant.toml").read_text()
     names = re.findall(r"out/(\w+)\.onnx", text)

@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from support.measurements import float_bits
 from support.onnx_models import onnx_session, run_onnx
+from support.pairwise import cover_pairs
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
@@ -89,10 +90,10 @@ def weight_rules(folder: Path, dtype: str, per: str, where: str, more: str = "")
     return write_rules(folder, RULES.format(dtype=dtype, per=per, more=more, where=where))
 
 
-def outputs_at_each_level(path: Path, x: np.ndarray) -> list[np.ndarray]:
+def outputs_at_each_level(path: Path, x: np.ndarray, levels: tuple[str, ...] = LEVELS) -> list[np.ndarray]:
     """Check the file, and return its output at each optimization level."""
     onnx.checker.check_model(onnx.load(path), full_check=True)
-    return [run_onnx(path, {"x": x}, level)[0] for level in LEVELS]
+    return [run_onnx(path, {"x": x}, level)[0] for level in levels]
 
 
 def forms(dtype: str) -> list[str]:
@@ -110,7 +111,7 @@ def forms(dtype: str) -> list[str]:
 def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
     """A weight as integers, or float with a Q/DQ pair, has equal values in onnxruntime and numpy, and is read back."""
     x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
-    for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
+    for opset, more, float_weights in cover_pairs(itertools.product((13, 21), forms(dtype), (False, True))):
         result = gq.insert(
             save_sum_model(tmp_path, opset),
             rules=weight_rules(tmp_path, dtype, per, WEIGHT, more),
@@ -226,7 +227,8 @@ def test_opset_8_is_not_raised(tmp_path: Path) -> None:
 )
 def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float_weights: int, tmp_path: Path) -> None:
     """Models get the lowest opset that has the ops, keep a higher one, and give the same values."""
-    for opset, floats in itertools.product((8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24), (False, True)):
+    opsets = (8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24)
+    for opset, floats, level in cover_pairs(itertools.product(opsets, (False, True), LEVELS)):
         where = weight_rules(tmp_path, dtype, per, WEIGHT)
         source = save_sum_model(tmp_path, opset)
         if opset > 21 and not is_loadable(source):
@@ -237,8 +239,8 @@ def test_opset_is_raised_only_as_needed(dtype: str, per: str, folded: int, float
         assert now[""] == max(opset, float_weights if floats else folded), (opset, floats)
         assert ("com.microsoft" in now) == (dtype in {"int4", "uint16"} and now[""] < 21)
         expected = dequantize(quantize(uneven_weights(), result.inserted[0].params), result.inserted[0].params)
-        for actual in outputs_at_each_level(path, np.full(SHAPE, -0.0, np.float32)):
-            np.testing.assert_array_equal(float_bits(actual), float_bits(expected), err_msg=f"{opset} {floats}")
+        (actual,) = outputs_at_each_level(path, np.full(SHAPE, -0.0, np.float32), (level,))
+        np.testing.assert_array_equal(float_bits(actual), float_bits(expected), err_msg=f"{opset} {floats} {level}")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint4", "int16"])

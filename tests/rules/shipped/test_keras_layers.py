@@ -1,6 +1,7 @@
 """Layers of Keras that TensorFlow writes as several ops have the same pairs as the frozen, folded model."""
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -55,6 +56,12 @@ def exported(tmp_path_factory):
     return export
 
 
+@pytest.fixture(scope="module")
+def as_saved_and_frozen():
+    """Return a function that loads a SavedModel and freezes it, once for all rules."""
+    return cache(lambda path: (gq.load(path), gq.freeze(gq.load(path))))
+
+
 def claimed(plan):
     """Return the number of sites by rule, without those behind the Identities by which freezing names the outputs."""
     named = {"shared-scale", "shared-position"}
@@ -62,11 +69,9 @@ def claimed(plan):
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_batchnorm_on_variables(exported, rules):
+def test_batchnorm_on_variables(exported, as_saved_and_frozen, rules):
     """The SavedModel has no pair inside a BatchNorm, and no more sites than the frozen model, where it is folded."""
-    path = exported("float32", convolutions)
-    model = gq.load(path)
-    plan, frozen = gq.plan(path, rules=[rules]), gq.plan(gq.freeze(model), rules=[rules])
+    plan, frozen = (gq.plan(model, rules=[rules]) for model in as_saved_and_frozen(exported("float32", convolutions)))
     inner = [
         (site.tensor.op, use.op)
         for site in plan.sites
@@ -81,10 +86,10 @@ def test_batchnorm_on_variables(exported, rules):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("rules", ["tflite", "onnxruntime", "qnn"])
-def test_casts_of_mixed_precision(exported, rules, policy):
+def test_casts_of_mixed_precision(exported, as_saved_and_frozen, rules, policy):
     """Rules look through the Casts between layers, so the sites are those of the model without Casts."""
     expected = gq.plan(exported("float32", convolutions), rules=[rules])
-    for model in (gq.load(exported(policy, convolutions, policy)), gq.freeze(gq.load(exported(policy, convolutions)))):
+    for model in as_saved_and_frozen(exported(policy, convolutions, policy)):
         plan = gq.plan(model, rules=[rules])
         # The model's input is cast too, so it counts as a site of the first Cast.
         assert claimed(plan).total() == claimed(expected).total()
@@ -114,10 +119,10 @@ def recurrent_net(layer, **options):
         ("GRU", {"unroll": True, "reset_after": False}),
     ],
 )
-def test_cells_stay_float(exported, layer, options, rules):
+def test_cells_stay_float(exported, as_saved_and_frozen, layer, options, rules):
     """No pair is inside a cell, in the loop, in its first step that Keras traces for the shapes, or frozen."""
     path = exported("_".join([layer, *options]), recurrent_net, layer, **options)
-    for model in (gq.load(path), gq.freeze(gq.load(path))):
+    for model in as_saved_and_frozen(path):
         plan = gq.plan(model, rules=[rules])
         read = {use.op for site in plan.sites for use in site.uses}
         assert not {op for op in read if "_cell" in op}
