@@ -14,11 +14,12 @@ import importlib.util
 import io
 import json
 import os
+import random
 import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,7 @@ _CONFIG_FILE: Final = "config.json"
 _METADATA_FILE: Final = "metadata.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"
 _TF_KERAS: Final = "tf_keras"
+_NAME_COUNTERS: Final = "object_name_uids"  # where Keras 3 counts the names of layers
 _CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
 """Classes whose configuration is code, or refers to files with code."""
 
@@ -108,8 +110,9 @@ def load_keras(path: Path) -> Model:
         is_tf_keras = keras.__name__ == _TF_KERAS
         _require_known_classes(keras, path, config)
         try:
-            model = keras.saving.load_model(path, compile=False, safe_mode=True)
-            model.export(folder, **({} if is_tf_keras else {"format": "tf_saved_model", "verbose": False}))
+            with _fixed_order(is_tf_keras):
+                model = keras.saving.load_model(path, compile=False, safe_mode=True)
+                model.export(folder, **({} if is_tf_keras else {"format": "tf_saved_model", "verbose": False}))
         except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
             if _is_keras_2(version) and not is_tf_keras:
                 raise MissingDependencyError(
@@ -124,6 +127,49 @@ def load_keras(path: Path) -> Model:
     _normalize_saved_functions(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return build_model(replace(source, digest=digest, temp_folder=temp_folder), path)
+
+
+class _OrderedSet(dict[Any, None]):
+    """A set in the order in which values are added, with the methods that TensorFlow's sets of objects use."""
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        super().__init__(dict.fromkeys(values))
+
+    def add(self, value: Any) -> None:
+        self[value] = None
+
+    def discard(self, value: Any) -> None:
+        self.pop(value, None)
+
+    def update(self, values: Iterable[Any]) -> None:  # type: ignore[override]
+        super().update(dict.fromkeys(values))
+
+    def difference(self, values: Iterable[Any]) -> _OrderedSet:
+        excluded = set(values)
+        return _OrderedSet(value for value in self if value not in excluded)
+
+    def intersection(self, values: Iterable[Any]) -> _OrderedSet:
+        included = set(values)
+        return _OrderedSet(value for value in self if value in included)
+
+
+@contextlib.contextmanager
+def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
+    """Make exports equal: TensorFlow orders variables by addresses, and Keras draws seeds and counts their names."""
+    from tensorflow.python.util import object_identity
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        random.seed(0)
+        if not is_tf_keras:
+            from keras.src.backend.common import global_state
+
+            counters = global_state.get_global_attribute(_NAME_COUNTERS)
+            stack.callback(global_state.set_global_attribute, _NAME_COUNTERS, counters)
+            global_state.set_global_attribute(_NAME_COUNTERS, None)
+        object_identity.set = _OrderedSet
+        stack.callback(delattr, object_identity, "set")
+        yield
 
 
 def trace_tf_keras_model(tensorflow: Any, model: Any) -> Any:

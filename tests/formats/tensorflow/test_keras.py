@@ -72,6 +72,21 @@ def test_file_becomes_a_saved_model(empty_folder: Path, cli: Callable[..., Any],
     assert len(loaded.trainable_variables) == 6
 
 
+def test_each_export_of_a_file_is_the_same(empty_folder: Path, cli: Callable[..., Any]) -> None:
+    """Keras draws the seed of a Dropout, and TensorFlow orders variables by their addresses. `strip` sees no change."""
+    units = [keras.layers.Dense(3, name=f"d{number}") for number in range(12)]
+    keras.Sequential([keras.Input((3,), name="x"), *units, keras.layers.Dropout(0.5)]).save("net.keras")
+    models = [gq.load("net.keras") for _ in range(2)]
+    messages = [model.source.message.SerializeToString(deterministic=True) for model in models]
+    assert messages[0] == messages[1]
+    seeds = [
+        [op.read_value() for _, op in model.reachable_ops() if "seed" in op.name and op.read_value] for model in models
+    ]
+    np.testing.assert_array_equal(*seeds)
+    cli("insert", "net.keras", "--rules", "fixed_point")
+    assert "identical" in cli("strip", "net.quant", "-o", "stripped", "--check", "net.keras").stdout
+
+
 def test_calibrated_and_applied_later(empty_folder: Path, cli: Callable[..., Any]) -> None:
     """Plans and statistics work across processes: names and digest are reproducible."""
     keras_network().save("net.keras")
