@@ -470,7 +470,7 @@ def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
 
 
 def test_interrupt_while_arguments_are_parsed() -> None:
-    """click itself prints "Aborted!", with exit code 1, for Ctrl-C before the command is invoked."""
+    """The parser of click prints "Aborted!", with exit code 1, for Ctrl-C before the command is invoked."""
     script = (
         "import os, signal, sys, click\n"
         "parse_args = click.Group.parse_args\n"
