@@ -30,6 +30,7 @@ from graphquant.quantize import (
     Plan,
     RangeTransfer,
     Site,
+    SkipCode,
     ranges_of_model,
     read_name_map,
     read_range_file,
@@ -343,7 +344,8 @@ def _empty_result_message(result: Result) -> str:
     if trace is not None and (trace.missed_bounds or trace.float_reason):
         reason = f": {'; '.join(trace.missed_bounds)}" if trace.missed_bounds else f": {trace.float_reason}"
         return f"No plan that quantizes a tensor of {name} reaches the goal{reason}. Change the goal; {accept}"
-    reasons = Counter(skip.reason for skip in result.skips).most_common(REASONS_LISTED)
+    skips = [skip for skip in result.skips if skip.code is not SkipCode.PREPARATION]  # these are ops, not tensors
+    reasons = Counter(skip.reason for skip in skips).most_common(REASONS_LISTED)
     listed = "; ".join(f"{reason} ({count})" for reason, count in reasons) or "no rule matches a tensor of it"
     notes = omission_notes(result.source)
     if notes:
