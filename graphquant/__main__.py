@@ -16,7 +16,7 @@ def run() -> None:
 
         # An import may lose a KeyboardInterrupt, or turn it into another error, so that it comes afterwards.
         can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else set()
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else None
         sys.unraisablehook = _repeat_interrupt
         gc.set_threshold(*GC_THRESHOLDS)
         _open_closed_streams()
@@ -25,9 +25,8 @@ def run() -> None:
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")  # idle threads spin for 2**20 clock cycles, not 2**26
         from graphquant.cli import main
 
-        if can_block:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        main(prog_name="graphquant")  # also of python -m graphquant, because completion reads it
+        # The name is also that of python -m graphquant, because completion reads it. The group restores the signals.
+        main(prog_name="graphquant", obj=previous)
     except Exception as error:
         if not _is_interrupt(error):
             raise

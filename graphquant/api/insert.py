@@ -30,6 +30,7 @@ from graphquant.quantize import (
     Plan,
     RangeTransfer,
     Site,
+    SkipCode,
     ranges_of_model,
     read_name_map,
     read_range_file,
@@ -343,11 +344,11 @@ def _empty_result_message(result: Result) -> str:
     if trace is not None and (trace.missed_bounds or trace.float_reason):
         reason = f": {'; '.join(trace.missed_bounds)}" if trace.missed_bounds else f": {trace.float_reason}"
         return f"No plan that quantizes a tensor of {name} reaches the goal{reason}. Change the goal; {accept}"
-    reasons = Counter(skip.reason for skip in result.skips).most_common(REASONS_LISTED)
-    listed = "; ".join(f"{reason} ({count})" for reason, count in reasons) or "no rule matches a tensor of it"
-    notes = omission_notes(result.source)
-    if notes:
-        listed = f"{listed}. {' '.join(notes)}".rstrip(".")
+    skips = [skip for skip in result.skips if skip.code != SkipCode.PREPARATION or skip.rule == REQUANTIZE_STEP]
+    reasons = Counter(skip.reason for skip in skips)
+    common = [f"{reason} ({count})" for reason, count in reasons.most_common(REASONS_LISTED)]
+    listed = "; ".join(common) or "no rule matches a tensor of it"
+    listed = f"{listed}. {' '.join(omission_notes(result.source))}".rstrip(". ")
     return (
         f"No tensor of {name} would be quantized: {listed}. Use other rules, --include or --exclude; `graphquant"
         f" explain MODEL TENSOR` gives the reason for each rule. {accept}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -194,6 +195,8 @@ class ErrorHandlingGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
+            if ctx.obj is not None:  # while click parses arguments, it turns Ctrl-C into "Aborted!" and exit code 1
+                signal.pthread_sigmask(signal.SIG_SETMASK, ctx.obj)
             with command_line_words():
                 return super().invoke(ctx)
         except click.UsageError as error:

@@ -13,7 +13,7 @@ from support.onnx_models import WRONG_PRODUCTS
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.errors import DataError, ModelError, NeedsDataError, RuleError, UsageError
+from graphquant.errors import DataError, EmptyResultError, ModelError, NeedsDataError, RuleError, UsageError
 from graphquant.formats.onnx import find_wrong_product
 from graphquant.ir import check_invariants
 
@@ -130,6 +130,12 @@ def test_empty_plan_returns_the_source(cnn_path: Path, tmp_path: Path) -> None:
     assert (result.inserted, result.model) == ((), result.source)
     result.save(tmp_path / "out.onnx")
     assert (tmp_path / "out.onnx").read_bytes() == cnn_path.read_bytes()
+
+
+def test_ops_that_preparation_keeps_are_no_reason_for_an_empty_result(samples: Path) -> None:
+    """digits_rnn has an Identity that names the output of a loop's body, which has nothing to do with any rule."""
+    with pytest.raises(EmptyResultError, match="no rule matches a tensor of it"):
+        gq.insert(samples / "digits_rnn.onnx", rules="tables_int4")
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn_saved_model"])

@@ -478,19 +478,37 @@ def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
         "del sys.modules['click']\n"
         "import click"
     )
-    command = [sys.executable, "-m", "graphquant", "--version"]
+    command = [sys.executable, "-m", "graphquant", "rules", "list"]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_interrupt_while_arguments_are_parsed() -> None:
+    """The parser of click prints "Aborted!", with exit code 1, for Ctrl-C before the command is invoked."""
+    script = (
+        "import os, signal, sys, click\n"
+        "parse_args = click.Group.parse_args\n"
+        "def interrupt(*arguments):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return parse_args(*arguments)\n"
+        "click.Group.parse_args = interrupt\n"
+        "sys.argv = ['graphquant', 'rules', 'list']\n"
+        "from graphquant.__main__ import run\n"
+        "run()"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
 def test_interrupt_in_a_destructor_is_not_lost() -> None:
     """Python only prints a KeyboardInterrupt of a destructor, so Ctrl-C is sent again."""
     script = (
-        "import sys, time, graphquant.cli\n"
+        "import signal, sys, time, graphquant.cli\n"
         "class Destroyed:\n"
         "    def __del__(self): raise KeyboardInterrupt\n"
-        "def main(prog_name):\n"
+        "def main(prog_name, obj):\n"
+        "    signal.pthread_sigmask(signal.SIG_SETMASK, obj)\n"
         "    Destroyed()\n"
         "    time.sleep(20)\n"
         "graphquant.cli.main = main\n"

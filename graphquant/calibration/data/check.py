@@ -597,7 +597,7 @@ def _sign_findings(stats: _InputStats, response: _ModelResponse | None) -> dict[
         }
     stores_means = stats.use.layer is not None and stats.use.layer.mean is not None
     is_judged_by_layer = stats.use.rescaled or (response is not None and stores_means)
-    if stats.negated_pixels and stats.takes_images and not is_judged_by_layer:
+    if stats.negated_pixels and (stats.takes_images or stats.low == -MAX_PIXEL) and not is_judged_by_layer:
         return {"negated": f"{stats.received}, which look like pixels with the wrong sign. Negate the values."}
     return {}
 

@@ -77,6 +77,8 @@ def test_each_finding(check_arrays) -> None:
     assert kinds(check_arrays(NOISE, None, 5, imgaes=NOISE)) == ["ignored"]
     pixels = np.sort(np.random.default_rng(5).integers(-255, 1, (40, 4, 4, 1)), axis=1) / 255
     assert kinds(check_arrays(pixels, None, 4, 4, 1)) == ["negated"]
+    assert kinds(check_arrays((pixels * 255).reshape(40, 16), None, 16)) == ["negated"]
+    assert kinds(check_arrays(pixels.reshape(40, 16), None, 16)) == []  # other values are from -1 to 0 too
     decibels = np.sort(np.random.default_rng(5).uniform(-1, 0, (40, 4, 4, 1)), axis=1)
     decibels[0, 0, :2, 0] = -1, 0
     assert kinds(check_arrays(decibels, None, 4, 4, 1)) == []
