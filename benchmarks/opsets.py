@@ -236,8 +236,8 @@ def branches(opset: int) -> onnx.ModelProto:
     ]  # fmt: skip
     axes, attributes, more = axes_of(opset, 18, "all", [0, 1])
     nodes = [
-        node("ReduceMean", f"x{axes}", "mean", keepdims=0, **attributes),
-        node("Cast", "mean", "flag", to=TensorProto.BOOL),
+        node("ReduceMax", f"x{axes}", "largest", keepdims=0, **attributes),  # far from 0, which is false
+        node("Cast", "largest", "flag", to=TensorProto.BOOL),
         node("If", "flag", "chosen", then_branch=bodies[0], else_branch=bodies[1]),
         node("MatMul", "chosen last", "y"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -629,9 +630,13 @@ def check_runtime_accepts(
     if validation is not None and other_backend:
         return f"onnxruntime cannot run it, and the backend of its rules may: {validation.problem}"
     if validation is not None:
+        # ONNX Runtime derives the names of ops that it inserts: "conv_bias_dq".
+        failed = re.search("[nN]ame:? ?'([^']+)'", validation.problem)
+        names = [op.name for _, op in source.reachable_ops() if failed and failed[1].startswith(op.name)]
+        excluded = shlex.quote(max(names, key=len)) if any(names) else "OP"
         raise FindingsError(
             f"The quantized model cannot be measured, and the float model can: {validation.problem} Nothing was"
-            " written. Exclude the op that the message names with --exclude."
+            f" written. Keep the op that fails in float with --exclude {excluded}."
         )
     return ""
 

@@ -16,13 +16,20 @@ from support.onnx_models import load_onnx
 from support.rule_files import rule_text, write_rules
 
 import graphquant as gq
-from graphquant.analysis.validation import SITE_SAMPLES, Bounds, _rejection_message
+from graphquant.analysis.validation import (
+    SITE_SAMPLES,
+    Bounds,
+    Validation,
+    _rejection_message,
+    check_runtime_accepts,
+)
 from graphquant.backends import RejectedModelError
 from graphquant.calibration.data import open_data
 from graphquant.calibration.holdout import split_holdout
-from graphquant.errors import EmptyResultError, UsageError
+from graphquant.errors import EmptyResultError, FindingsError, UsageError
 from graphquant.formats import format_module
 from graphquant.formats.onnx import session
+from graphquant.formats.onnx.reader import model_from_message
 from graphquant.visualize.compare_report import validation_view
 
 if TYPE_CHECKING:
@@ -507,3 +514,24 @@ def test_tensors_that_are_clipped_on_purpose_are_not_the_worst(tmp_path: Path) -
     assert {str(tensor) for tensor in result.saturated_tensors} == {"c:0"}
     assert "c:0" in {site.tensor for site in result.validation.comparison.sites}
     assert "c:0" not in {site.tensor for site in result.validation.worst_sites}
+
+
+@pytest.mark.parametrize(
+    ("problem", "excluded"),
+    [
+        ("Could not find an implementation for DequantizeLinear(28) node with name 'conv2_bias_dq'.", "conv2"),
+        ("Non-zero status code returned while running Conv node. Name:'conv' Status Message: sizes differ", "conv"),
+        ("Non-zero status code returned while running Conv node. Name:'added' Status Message: sizes differ", "OP"),
+        ("It has no kernel.", "OP"),
+    ],
+)
+def test_the_op_that_fails_is_excluded_by_its_name_in_the_model(problem: str, excluded: str) -> None:
+    """ONNX Runtime names ops that it inserts after those of the model."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[1, 2, 4, 4] x, float[2, 2, 1, 1] w) => (float[1, 2, 4, 4] y) {
+        [conv] z = Conv (x, w) [conv2] y = Conv (z, w)
+    }"""
+    source = model_from_message(onnx.parser.parse_model(text))
+    failed = Validation(comparison=None, problem=problem, reuses_samples=False, bounds=Bounds())
+    with pytest.raises(FindingsError, match=f"--exclude {excluded}\\."):
+        check_runtime_accepts(source, source, failed, other_backend=False)
