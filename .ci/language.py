@@ -96,7 +96,7 @@ LIMITS = {
     "prose assertions": 0.5,
     "packages": 18,
     "modules": 211,
-    "lines": 67_200,
+    "lines": 67_230,
 }
 """The largest allowed figure of each measure: percent, but "what" per 1,000 words, and the last three are counts."""
 

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -129,34 +129,16 @@ def load_keras(path: Path) -> Model:
     return build_model(replace(source, digest=digest, temp_folder=temp_folder), path)
 
 
-class _OrderedSet(dict[Any, None]):
-    """A set in the order in which values are added, with the methods that TensorFlow's sets of objects use."""
-
-    def __init__(self, values: Iterable[Any] = ()) -> None:
-        super().__init__(dict.fromkeys(values))
-
-    def add(self, value: Any) -> None:
-        self[value] = None
-
-    def discard(self, value: Any) -> None:
-        self.pop(value, None)
-
-    def update(self, values: Iterable[Any]) -> None:  # type: ignore[override]
-        super().update(dict.fromkeys(values))
-
-    def difference(self, values: Iterable[Any]) -> _OrderedSet:
-        excluded = set(values)
-        return _OrderedSet(value for value in self if value not in excluded)
-
-    def intersection(self, values: Iterable[Any]) -> _OrderedSet:
-        included = set(values)
-        return _OrderedSet(value for value in self if value in included)
-
-
 @contextlib.contextmanager
 def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
     """Make exports equal: TensorFlow orders variables by addresses, and Keras draws seeds and counts their names."""
-    from tensorflow.python.util import object_identity
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+    variables = FuncGraph.variables
+
+    def sorted_variables(graph: Any) -> tuple[Any, ...]:
+        numbers = {id(each): int(each._unique_id.rpartition("_")[2]) for each in variables.fget(graph)}  # noqa: SLF001
+        return tuple(sorted(variables.fget(graph), key=lambda variable: numbers[id(variable)]))
 
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -167,8 +149,8 @@ def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
             counters = global_state.get_global_attribute(_NAME_COUNTERS)
             stack.callback(global_state.set_global_attribute, _NAME_COUNTERS, counters)
             global_state.set_global_attribute(_NAME_COUNTERS, None)
-        object_identity.set = _OrderedSet
-        stack.callback(delattr, object_identity, "set")
+        FuncGraph.variables = property(sorted_variables, variables.fset)  # by the order of their creation
+        stack.callback(setattr, FuncGraph, "variables", variables)
         yield
 
 
