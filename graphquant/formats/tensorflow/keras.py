@@ -136,9 +136,8 @@ def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
 
     variables = FuncGraph.variables
 
-    def sorted_variables(graph: Any) -> tuple[Any, ...]:
-        numbers = {id(each): int(each._unique_id.rpartition("_")[2]) for each in variables.fget(graph)}  # noqa: SLF001
-        return tuple(sorted(variables.fget(graph), key=lambda variable: numbers[id(variable)]))
+    def creation(variable: Any) -> int:
+        return int(variable._unique_id.rpartition("_")[2])  # noqa: SLF001
 
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -149,7 +148,7 @@ def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
             counters = global_state.get_global_attribute(_NAME_COUNTERS)
             stack.callback(global_state.set_global_attribute, _NAME_COUNTERS, counters)
             global_state.set_global_attribute(_NAME_COUNTERS, None)
-        FuncGraph.variables = property(sorted_variables, variables.fset)  # by the order of their creation
+        FuncGraph.variables = property(lambda graph: tuple(sorted(variables.fget(graph), key=creation)), variables.fset)
         stack.callback(setattr, FuncGraph, "variables", variables)
         yield
 
