@@ -150,7 +150,7 @@ class SolverState:
 
     def divide_site(self, index: int, use_groups: Sequence[Sequence[Use]]) -> list[int]:
         """Split a site into one for each group of uses, copies for all but the first; return their indices."""
-        site = self.sites[index]
+        site, skip = self.sites[index], self.skips.get(index)
         self.sites[index] = replace(site, uses=tuple(use_groups[0]))
         indices = [index]
         for uses in use_groups[1:]:
@@ -161,6 +161,8 @@ class SolverState:
             for values in self._values_by_site():
                 if index in values:
                     values[copy_index] = values[index]
+        if skip is not None:
+            self.skips |= {each: replace(skip, uses=self.sites[each].uses) for each in indices}
         return indices
 
     def _values_by_site(self) -> tuple[dict[int, Any], ...]:

@@ -59,6 +59,21 @@ def edits(draw, count):
     return draw(st.dictionaries(st.integers(0, count - 1), site_edits, max_size=2))
 
 
+def test_a_site_that_stays_float_is_split(tmp_path):
+    """Both parts have the reason: a range that stands for infinity, of which one Concat has another input near zero."""
+    text = "(float[N,4] x) => (float[M,4] z) { t = Gemm(x, w, b) u = Concat<axis = 0>(x, t) y = Concat<axis = 0>(x, t)"
+    constants = {"w": np.eye(4), "b": np.ones(4)}
+    model = loaded(tmp_path, f"{text} z = Concat<axis = 0>(u, y) }}", constants)
+    plan = gq.plan(model, rules="qnn")
+    ends = {"x": (-0.06, 0.06), "t": (0, 2.0**110), "u": (-1, 1), "y": (-1, 1), "z": (-1, 1)}
+    sketches = {TensorRef("", name): sketch_values(np.array(values, float), bits=10) for name, values in ends.items()}
+    solution = solve_scales(prepare_for_plan(model, plan), plan, sketches)
+    skips = [solution.skips[index] for index, site in enumerate(solution.plan.sites) if site.tensor.op == "t"]
+    assert len(skips) == 2
+    assert len({skip.reason for skip in skips}) == 1
+    assert sorted(skip.uses for skip in skips) == [(Use("", "u", 1),), (Use("", "y", 1),)]
+
+
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), product_nets(), st.sampled_from(["qnn", "onnxruntime", "openvino"]))
