@@ -136,6 +136,7 @@ def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
     """Make exports equal: TensorFlow orders variables by addresses, and Keras draws seeds and counts their names."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
+    # tf_keras still names each LSTM and GRU at random, and counts the names of layers that other layers create.
     variables = FuncGraph.variables
 
     def creation(variable: Any) -> str:  # variables of graphs without eager execution, in other threads, have no number

@@ -86,6 +86,7 @@ def test_each_export_of_a_file_is_the_same(empty_folder: Path, cli: Callable[...
     seeds = [
         [op.read_value() for _, op in model.reachable_ops() if "seed" in op.name and op.read_value] for model in models
     ]
+    assert seeds[0]
     np.testing.assert_array_equal(*seeds)
     cli("insert", "net.keras", "--rules", "fixed_point")
     assert "identical" in cli("strip", "net.quant", "-o", "stripped", "--check", "net.keras").stdout
