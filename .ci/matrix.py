@@ -57,7 +57,7 @@ fork for each session, which takes longer the more a process has loaded.
 """
 
 OTHER_TESTS = ("tests/backends", "tests/formats/onnx", "tests/qdq", "tests/api", "tests/cli")
-"""Tests of all that runs ONNX Runtime or uses the other dependencies, for `lowest`. `newest` runs all tests, as
+"""More tests that run ONNX Runtime or use the other dependencies, for `lowest`. `newest` runs all quick tests, as
 README's second command does."""
 
 UNREACHABLE = re.compile(
@@ -218,7 +218,7 @@ class Environment:
         return self.run_script(f"{set_up_command('graphquant insert')}\n{read_readme('commands')}")
 
     def tests(self) -> bool:
-        """Run the tests, and insert all rule files into twelve small graphs."""
+        """Run the tests, and insert all rule files into small graphs."""
         paths = (*RUNTIME_TESTS, *(OTHER_TESTS if self.name == "lowest" else ()))
         if self.name == "newest":
             passed = self.run_script(set_up_command("pytest"))

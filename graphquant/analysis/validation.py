@@ -632,11 +632,12 @@ def check_runtime_accepts(
     if validation is not None:
         # ONNX Runtime derives the names of ops that it inserts: "conv_bias_dq".
         failed = re.search("[nN]ame:? ?'([^']+)'", validation.problem)
-        names = [op.name for _, op in source.reachable_ops() if failed and failed[1].startswith(op.name)]
+        name = failed[1] if failed else ""
+        names = [op.name for _, op in source.reachable_ops() if re.match(rf"{re.escape(op.name)}(?![^\W_])", name)]
         excluded = shlex.quote(max(names, key=len)) if any(names) else "OP"
         raise FindingsError(
             f"The quantized model cannot be measured, and the float model can: {validation.problem} Nothing was"
-            f" written. Keep the op that fails in float with --exclude {excluded}."
+            f" written. Exclude the op that fails: --exclude {excluded}."
         )
     return ""
 

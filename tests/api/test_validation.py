@@ -522,6 +522,7 @@ def test_tensors_that_are_clipped_on_purpose_are_not_the_worst(tmp_path: Path) -
         ("Could not find an implementation for DequantizeLinear(28) node with name 'conv2_bias_dq'.", "conv2"),
         ("Non-zero status code returned while running Conv node. Name:'conv' Status Message: sizes differ", "conv"),
         ("Non-zero status code returned while running Conv node. Name:'added' Status Message: sizes differ", "OP"),
+        ("Non-zero status code returned while running Add node. Name:'convolved_7' Status Message: sizes", "OP"),
         ("It has no kernel.", "OP"),
     ],
 )

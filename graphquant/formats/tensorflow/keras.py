@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
@@ -39,6 +40,7 @@ _CONFIG_FILE: Final = "config.json"
 _METADATA_FILE: Final = "metadata.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"
 _TF_KERAS: Final = "tf_keras"
+_EXPORT_LOCK: Final = RLock()  # an export replaces state of the process, and a class of the caller may load a file
 _NAME_COUNTERS: Final = "object_name_uids"  # where Keras 3 counts the names of layers
 _CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
 """Classes whose configuration is code, or refers to files with code."""
@@ -105,7 +107,7 @@ def load_keras(path: Path) -> Model:
     temp_folder = _TempFolder(tempfile.mkdtemp(prefix="graphquant-keras-"))
     folder = Path(temp_folder.name) / "model"
     # tf_keras prints the signatures of each export. The standard output is for the results of a command.
-    with silence_stderr(), contextlib.redirect_stdout(io.StringIO()):
+    with _EXPORT_LOCK, silence_stderr(), contextlib.redirect_stdout(io.StringIO()):
         keras = _import_keras(version)
         is_tf_keras = keras.__name__ == _TF_KERAS
         _require_known_classes(keras, path, config)
@@ -134,10 +136,11 @@ def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
     """Make exports equal: TensorFlow orders variables by addresses, and Keras draws seeds and counts their names."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
+    # tf_keras still names each LSTM and GRU at random, and counts the names of layers that other layers create.
     variables = FuncGraph.variables
 
-    def creation(variable: Any) -> int:
-        return int(variable._unique_id.rpartition("_")[2])  # noqa: SLF001
+    def creation(variable: Any) -> str:  # variables of graphs without eager execution, in other threads, have no number
+        return str(variable._unique_id).rpartition("_")[2].rjust(20)  # noqa: SLF001
 
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

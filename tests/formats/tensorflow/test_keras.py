@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import pickle
+import random
 import shutil
 import sys
+import threading
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +86,37 @@ def test_each_export_of_a_file_is_the_same(empty_folder: Path, cli: Callable[...
     seeds = [
         [op.read_value() for _, op in model.reachable_ops() if "seed" in op.name and op.read_value] for model in models
     ]
+    assert seeds[0]
     np.testing.assert_array_equal(*seeds)
     cli("insert", "net.keras", "--rules", "fixed_point")
     assert "identical" in cli("strip", "net.quant", "-o", "stripped", "--check", "net.keras").stdout
+
+
+def test_threads_export_one_after_the_other(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export changes state of the process, such as the random seed, and restores it, also beside other graphs."""
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+    keras_network().save("net.keras")
+    variables, state = FuncGraph.variables, random.getstate()
+    load_model, meeting, names = keras.saving.load_model, threading.Barrier(2), []
+
+    def meet(*arguments: Any, **options: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(1)  # of the other thread, which must not come
+        with tf.Graph().as_default():
+            graph = FuncGraph("of_another_thread")
+            graph.variables = [tf.Variable(0.0, name=name) for name in "ab"]
+        names.extend(variable.name for variable in graph.variables)
+        return load_model(*arguments, **options)
+
+    monkeypatch.setattr(keras.saving, "load_model", meet)
+    with ThreadPoolExecutor(2) as pool:
+        models = list(pool.map(gq.load, ["net.keras", "net.keras"]))
+    assert models[0].source.message == models[1].source.message
+    assert meeting.broken
+    assert FuncGraph.variables is variables
+    assert random.getstate() == state
+    assert sorted(names) == ["a:0", "a:0", "b:0", "b:0"]
 
 
 def test_calibrated_and_applied_later(empty_folder: Path, cli: Callable[..., Any]) -> None:
