@@ -372,7 +372,7 @@ class PlanSearch:
 
 
 def _change_without_best(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the change of a squared error in dB without the sample that gains most, infinite without others.
+    """Return the change of a squared error in dB without the sample that gains most, infinite without errors of others.
 
     One uncertain sample may cause a gain. The others must not lose more than that without it.
     """

@@ -458,13 +458,18 @@ def test_interrupt_exits_with_130_and_writes_no_file(cnn_folder: Path, model: st
     assert sorted(cnn_folder.rglob("*")) == before
 
 
+def assert_interrupted(command: list[str], environment: dict[str, str] | None = None) -> None:
+    """Run a command that Ctrl-C ends with one line."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
 def test_interrupt_during_imports(tmp_path: Path) -> None:
     """Ctrl-C before the command has started gives exit code 130 and one line, as later."""
     (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
     command = [sys.executable, "-m", "graphquant", "--version"]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert_interrupted(command, environment)
 
 
 def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
@@ -480,8 +485,7 @@ def test_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "graphquant", "rules", "list"]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert_interrupted(command, environment)
 
 
 def test_interrupt_while_arguments_are_parsed() -> None:
@@ -497,8 +501,7 @@ def test_interrupt_while_arguments_are_parsed() -> None:
         "from graphquant.__main__ import run\n"
         "run()"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert_interrupted([sys.executable, "-c", script])
 
 
 def test_interrupt_in_a_destructor_is_not_lost() -> None:
@@ -515,8 +518,7 @@ def test_interrupt_in_a_destructor_is_not_lost() -> None:
         "from graphquant.__main__ import run\n"
         "run()"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert_interrupted([sys.executable, "-c", script])
 
 
 @pytest.mark.parametrize("code", ["class Owner: name = Name()", "raise SystemError('in: KeyboardInterrupt: ')"])
@@ -528,8 +530,7 @@ def test_interrupt_during_the_imports_of_a_command(tmp_path: Path, code: str) ->
     command = [sys.executable, "-m", "graphquant", "inspect", str(tmp_path / "m.onnx")]
     (tmp_path / "m.onnx").touch()
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+    assert_interrupted(command, environment)
     (tmp_path / "numpy.py").write_text("raise SystemError('broken')", encoding="utf-8")
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert "SystemError: broken" in result.stderr

@@ -134,13 +134,13 @@ def load_keras(path: Path) -> Model:
 @contextlib.contextmanager
 def _fixed_order(is_tf_keras: bool) -> Iterator[None]:
     """Make exports equal: TensorFlow orders variables by addresses, and Keras draws seeds and counts their names."""
+    # tf_keras still names each LSTM and GRU at random, and counts the names of layers that other layers create.
     from tensorflow.python.framework.func_graph import FuncGraph
 
-    # tf_keras still names each LSTM and GRU at random, and counts the names of layers that other layers create.
     variables = FuncGraph.variables
 
-    def creation(variable: Any) -> str:  # variables of graphs without eager execution, in other threads, have no number
-        return str(variable._unique_id).rpartition("_")[2].rjust(20)  # noqa: SLF001
+    def creation(variable: Any) -> str:  # the number at the end of its ID; some have none, so it is text of one width
+        return str(variable._unique_id).rpartition("_")[2].rjust(20)  # noqa: SLF001  # names are not unique
 
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
